@@ -6,14 +6,13 @@ charts at once.
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain.core.analysis.alarms import Raised
-from posttrain.core.analysis.learning_curves import occasional_panels
+from posttrain.core.analysis.charts_page import Section, charts_page
+from posttrain.core.analysis.learning_curves import COMPONENT, HUGE, Rows, occasional_panels
 from posttrain.core.analysis.pictures import (
     BLACK,
     BLUE,
@@ -26,22 +25,10 @@ from posttrain.core.analysis.pictures import (
     Panel,
     Series,
 )
-from posttrain.core.analysis.report import escaped, plain
-from posttrain.core.analysis.svg import (
-    STYLE,
-    Chart,
-    Mark,
-    chart_svg,
-    colour_of,
-    number_text,
-    stretches,
-    thinned,
-)
+from posttrain.core.analysis.report import escaped
+from posttrain.core.analysis.svg import Chart, Mark, stretches
 from posttrain.core.config.rl_stage import RlStage
 
-Rows = Sequence[Mapping[str, float]]
-HUGE = 1e300  # MLflow stores an infinity as the largest float: neither can be drawn
-COMPONENT = "reward/component/"
 MOST_CURVES = 6
 """Curves of one chart, where their number is not known before."""
 
@@ -312,62 +299,22 @@ MARKED: Mapping[str, tuple[str, ...]] = {
 def dashboard_page(history: Rows, raised: Sequence[Raised], title: str, about: str = "") -> str:
     """The page. Rows hold "step" and metrics by name; charts without any value are left out."""
     marks = {alarm.name: Mark(i + 1, alarm.steps) for i, alarm in enumerate(raised)}
-    last = max((row["step"] for row in history), default=0.0)
-    span = (0.0, max(1.0, last))
-    parts, data = list[str](), list[object]()
+    sections = []
     for group in groups_of(dict.fromkeys(name for row in history for name in row)):
         charts = []
         for plot, panel in _panels(group, history):
             names = [curve.metric for curve in plot.curves]
             chosen = [mark for name, mark in marks.items() if _is_on(name, names)]
-            chart = Chart(
-                *(panel, chosen, len(data)), span=span, robust=plot.robust, smooth=plot.smooth
-            )
-            charts.append(_figure(chart))
-            data.append(_values(panel))
-        if charts:
-            heading = f"<h2>{escaped(group.title)}</h2><p class='q'>{escaped(group.question)}</p>"
-            parts.append(f"<section>{heading}<div class='charts'>{''.join(charts)}</div></section>")
-    script = (Path(__file__).parent / "dashboard.js").read_text("utf-8")
-    values = json.dumps(plain({"span": span, "charts": data})).replace("<", "\\u003c")
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-        '<meta name="viewport" content="width=device-width">'
-        '<meta name="color-scheme" content="light dark">'
-        f"<title>{escaped(title)}</title><style>{STYLE}{_STYLE}</style></head><body>"
-        f"<h1>{escaped(title)}</h1><p class='q'>{escaped(about)}</p>"
-        f"{_alarms(raised)}{''.join(parts)}"
-        f"<p class='q'>{_NOTE}</p>"
-        f'<script type="application/json" id="data">{values}</script><script>{script}</script>'
-        "</body></html>\n"
-    )
+            charts.append(Chart(panel, chosen, robust=plot.robust, smooth=plot.smooth))
+        sections.append(Section(charts, group.title, group.question))
+    return charts_page(sections, title, about=about, top=_alarms(raised), note=_NOTE)
 
 
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 _NOTE = (
     "Faint lines: every step; strong lines from ten steps on: mean of the nearest tenth, for KL, "
     "ratios, gradient and time their median. Bars and bands: 95 % intervals. Red: steps at which "
     "the alarm of that number went off."
 )
-_STYLE = """
-body{font:15px/1.5 system-ui,'DejaVu Sans',sans-serif;margin:1.2em auto;max-width:1240px;
-padding:0 1em;color:var(--ink);background:var(--ground)}h1{font-size:1.4em;margin:.2em 0}
-h2{font-size:1.15em;margin:1.6em 0 0}.q{color:var(--soft);margin:0 0 .5em}
-.charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,520px),1fr));gap:14px}
-figure{margin:0;border:1px solid var(--grid);border-radius:6px;padding:10px 12px 4px;
-position:relative}figcaption{font-weight:600}svg{display:block;width:100%;height:auto}
-.legend{display:flex;flex-wrap:wrap;gap:2px 14px;color:var(--soft);font-size:13px;min-height:1.5em}
-.legend b{display:inline-block;width:16px;height:3px;vertical-align:middle;margin-right:5px}
-.legend i{font-style:normal;color:var(--ink);font-variant-numeric:tabular-nums}
-.alarms{border-left:4px solid var(--alarm);padding:.4em 1em;margin:1em 0;list-style:none}
-.alarms li{margin:.3em 0}.alarms span{background:var(--alarm);color:var(--ground);font-weight:700;
-border-radius:10px;padding:0 7px;margin-right:6px;font-size:13px}
-.none{border-left:4px solid var(--green);padding:.4em 1em;margin:1em 0}
-.cursor{stroke:var(--soft);visibility:hidden}
-#step{position:fixed;right:14px;top:10px;background:var(--ink);color:var(--ground);padding:2px 10px;
-border-radius:10px;font-size:13px}#step:empty{display:none}
-"""
 
 
 # --- which charts ---------------------------------------------------------------------------------
@@ -486,28 +433,3 @@ def write_dashboard(
     path = folder / "dashboard.html"
     path.write_text(dashboard_page(history, raised, title, about), "utf-8")
     return path
-
-
-def _figure(chart: Chart) -> str:
-    """A chart under its title, with a legend that shows the values at the pointer."""
-    entries = "".join(
-        f"<span><b style='background:{colour_of(series, index)}'></b>{escaped(series.label)} "
-        f"<i>{number_text(series.values[-1])}</i></span>"
-        for index, series in enumerate(chart.panel.series)
-    )
-    caption = f"<figcaption>{escaped(chart.panel.title)}</figcaption>"
-    return f"<figure>{caption}<div class='legend'>{entries}</div>{chart_svg(chart)}</figure>"
-
-
-def _values(panel: Panel) -> list[dict[str, list[float]]]:
-    """What the pointer shows of a chart: steps and values of each line."""
-    found = []
-    for series in panel.series:
-        steps, values = thinned(series.steps, series.values)
-        found.append({"steps": steps, "values": [_rounded(value) for value in values]})
-    return found
-
-
-def _rounded(value: float) -> float:
-    """Four significant digits: what is shown."""
-    return float(f"{value:.4g}") if math.isfinite(value) else value

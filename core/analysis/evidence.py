@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from posttrain.core.analysis.report import listed
 from posttrain.core.batch import COLUMN_AXES, RolloutBatch
 from posttrain.core.data.problems import problem_from_json, problem_to_json
 from posttrain.core.errors import ResourceError, RunError
@@ -128,7 +129,7 @@ def read_step(folder: Path, step: int) -> StepEvidence:
 
     known = steps_in(folder)
     if step not in known:
-        some = f"it has steps {_shown(known)}" if known else "it has none of any step"
+        some = f"it has steps {listed(known)}" if known else "it has none of any step"
         raise RunError(
             f"{folder} has no evidence of step {step}: {some}; keep.evidence_mb bounds how many "
             "steps are kept"
@@ -147,11 +148,6 @@ def read_step(folder: Path, step: int) -> StepEvidence:
             f"the evidence of step {step} in {folder} cannot be read ({error}): it was changed "
             "after the run, or is of another version; compute the stage again with --no-cache"
         ) from error
-
-
-def _shown(steps: list[int], limit: int = 12) -> str:
-    listed = ", ".join(str(step) for step in steps[:limit])
-    return listed if len(steps) <= limit else f"{listed} ... {steps[-1]} ({len(steps)} in all)"
 
 
 def _row(batch: RolloutBatch, index: int) -> dict[str, str]:

@@ -1,23 +1,17 @@
-"""The learning curves that a stage saves, as a PNG and as one self-contained HTML page.
-
-The page carries its own copy of plotly.js (about 5 MB): MLflow shows artifacts in a frame that can
-load nothing else.
-"""
+"""The learning curves that a stage saves, as a PNG and as one HTML page that loads nothing."""
 
 from __future__ import annotations
 
-import html
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from posttrain.core.analysis.charts_page import Section, charts_page
 from posttrain.core.analysis.pictures import (
     BLACK,
     BLUE,
     GOLD,
     GREEN,
-    NOTE,
     ORANGE,
     PINK,
     SKY,
@@ -26,9 +20,7 @@ from posttrain.core.analysis.pictures import (
     accuracies,
     curves,
 )
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
+from posttrain.core.analysis.svg import Chart
 
 COMPONENT = "reward/component/"
 HUGE = 1e300  # MLflow stores an infinity as the largest float: neither can be drawn
@@ -68,7 +60,8 @@ def _write(panels: Sequence[Panel], title: str, folder: Path) -> list[Path]:
     png, page = folder / "learning_curves.png", folder / "learning_curves.html"
     folder.mkdir(parents=True, exist_ok=True)
     png.write_bytes(curves(panels, title))
-    page.write_text(_page(panels, title))
+    charts = [Chart(panel) for panel in panels]
+    page.write_text(charts_page([Section(charts)], title), "utf-8")
     return [png, page]
 
 
@@ -253,58 +246,3 @@ def _bars(rows: Rows, metric: str, bounds: str, label: str) -> list[Series]:
         return []
     steps, values, low, high = zip(*points, strict=True)
     return [Series(label, ORANGE, steps, values, low, high)]
-
-
-# --- page ----------------------------------------------------------------------------------------
-
-
-def _page(panels: Sequence[Panel], title: str) -> str:
-    from plotly.subplots import make_subplots
-
-    titles = [f"<b>{html.escape(panel.title)}</b>" for panel in panels]
-    rows = -(-len(panels) // 2)
-    spacing = 0.42 / rows  # of the height, which grows with the rows
-    figure = make_subplots(
-        rows=rows, cols=2, subplot_titles=titles, vertical_spacing=spacing, horizontal_spacing=0.1
-    )
-    figure.update_annotations(yshift=22)
-    for index, panel in enumerate(panels):
-        place = {"row": index // 2 + 1, "col": index % 2 + 1}
-        group = f"legend{index + 1}" if index else "legend"
-        for series in panel.series:
-            figure.add_traces(_traces(series, group), rows=place["row"], cols=place["col"])
-        figure.update_yaxes(title_text=panel.unit, **place)
-        figure.update_xaxes(title_text="optimizer step", **place)
-        axis = figure.get_subplot(**place)
-        # Between title and panel, where no curve can be.
-        corner = {"x": axis.xaxis.domain[0], "y": axis.yaxis.domain[1], "yanchor": "bottom"}
-        figure.update_layout({group: corner | {"orientation": "h", "font": {"size": 11}}})
-        if not panel.series:
-            figure.add_annotation(text="not recorded", showarrow=False, x=0.5, y=0.5, **place)
-    figure.update_layout(
-        height=210 + round(970 * rows / 3),
-        title={"text": f"<b>{html.escape(title)}</b><br><sub>{NOTE}</sub>", "x": 0.02},
-        template="plotly_white",
-        font={"family": "system-ui, 'DejaVu Sans', sans-serif", "size": 13},
-        margin={"l": 70, "r": 20, "t": 160, "b": 50},
-    )
-    config = {"displaylogo": False, "responsive": True}
-    text: str = figure.to_html(include_plotlyjs=True, include_mathjax=False, config=config)
-    return text
-
-
-def _traces(series: Series, group: str) -> list[go.Scatter]:
-    import plotly.graph_objects as go
-
-    shared = {"x": list(series.steps), "legend": group, "name": series.label}
-    values, colour = list(series.values), series.colour
-    reach, smooth = series.reach(), series.smooth()
-    if smooth is None or reach is not None:
-        bars = None if reach is None else {"arrayminus": reach[0], "array": reach[1]}
-        marker = {"color": colour, "size": 6}
-        return [go.Scatter(**shared, y=values, error_y=bars, marker=marker, mode="lines+markers")]
-    dots = {"color": colour, "opacity": 0.35, "size": 5}
-    return [
-        go.Scatter(**shared, y=values, mode="markers", showlegend=False, marker=dots),
-        go.Scatter(**shared, y=smooth, mode="lines", line={"color": colour, "width": 2}),
-    ]

@@ -9,14 +9,13 @@ from __future__ import annotations
 import base64
 import html
 import math
-import os
-import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from posttrain.core.errors import ResourceError
+from posttrain.core.runtime.files import write_text
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -171,6 +170,13 @@ def in_words(value: object) -> str:
     return "none" if value is None else shown(value)
 
 
+def listed(steps: Iterable[int], limit: int = 12) -> str:
+    """Numbers with commas, the middle left out of many."""
+    numbers = list(steps)
+    first = ", ".join(map(str, numbers[:limit]))
+    return first if len(numbers) <= limit else f"{first} ... {numbers[-1]} ({len(numbers)} in all)"
+
+
 def shortened(text: str, limit: int = 160) -> str:
     """The first `limit` characters of `text`, with dots where there were more."""
     return text if len(text) <= limit else text[: limit - 3] + "..."
@@ -189,14 +195,10 @@ def plain(value: object) -> object:
 
 def write_page(path: Path, text: str) -> Path:
     """Write a page's text to `path`, whole or not at all; raises `ResourceError`."""
-    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, path)
+        write_text(path, text)
     except OSError as error:
-        if partial.is_file():
-            partial.unlink()
         raise ResourceError(
             f"cannot write the page {path}: {error.strerror or error}; name another file with "
             "--out, in a folder that can be written to"

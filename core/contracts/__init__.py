@@ -160,4 +160,5 @@ __all__ = [
     "ValueConfig",
     "WeightSource",
     "WeightedConfig",
+    "WhitenedConfig",
 ]

@@ -97,6 +97,16 @@ class AdvantageConfig(PluginConfig):
     )
 
 
+class WhitenedConfig(AdvantageConfig):
+    """Settings of the estimators that whiten unless they are set not to."""
+
+    whiten: Literal["off", "tokens", "sequences"] = Field(
+        default="tokens",
+        description="shift and scale over all tokens of the rollout batch (long responses weigh "
+        "more), over responses, or not at all; `returns` never are",
+    )
+
+
 AdvantageConfigT = TypeVar("AdvantageConfigT", bound=AdvantageConfig)
 
 

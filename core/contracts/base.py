@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import re
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
@@ -81,10 +82,13 @@ class Algorithm(Plugin[ConfigT]):
 
     kind = "algorithm"
     stage: ClassVar[Literal["rl", "preference"]] = "rl"
-    """The kind of stage whose fields `expand` sets."""
+    """The kind of stage whose fields it sets."""
     variant_of: ClassVar[str | None] = None
     """The preset that this one varies; that one's recipe and results serve it."""
 
-    @abstractmethod
+    fields: ClassVar[Mapping[str, object]] = {}
+    """Fields of a stage that this algorithm sets, as they would be written in YAML."""
+
     def expand(self) -> dict[str, object]:
-        """Fields of a stage that this algorithm sets, as they would be written in YAML."""
+        """`fields`, or others that depend on the preset's own settings."""
+        return copy.deepcopy(dict(self.fields))

@@ -6,7 +6,7 @@ import inspect
 import re
 from typing import Any, TypeVar
 
-from posttrain.core.contracts import CONTRACTS, Plugin, PluginConfig
+from posttrain.core.contracts import CONTRACTS, Algorithm, Plugin, PluginConfig
 from posttrain.core.errors import nearest
 from posttrain.core.types import RUN_SECTIONS
 
@@ -36,7 +36,7 @@ def fault(cls: object) -> str:
             f"has the name {name!r}, expected letters, digits, _, . and -, such as "
             f"'{snake(cls.__name__)}': rename it"
         )
-    return _config_fault(cls) or _stage_fault(cls) or _missing_methods(cls)
+    return _config_fault(cls) or _stage_fault(cls) or _preset_fault(cls) or _missing_methods(cls)
 
 
 def _config_fault(cls: type[Any]) -> str:
@@ -74,6 +74,16 @@ def _stage_fault(cls: type[Any]) -> str:
     if config.passes_on and config.passes_on not in config.reads:
         return f"{what} passes on '{config.passes_on}', not an input: add it to `reads`"
     return ""
+
+
+def _preset_fault(cls: type[Any]) -> str:
+    """A preset that sets nothing; empty for other kinds."""
+    if not issubclass(cls, Algorithm) or cls.fields or cls.expand is not Algorithm.expand:
+        return ""
+    return (
+        "sets no fields of a stage: write them in it, such as fields = {'advantage': 'grpo'}, or "
+        "define expand(self), which returns them"
+    )
 
 
 def config_base(cls: type[Any]) -> type[PluginConfig]:

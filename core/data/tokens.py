@@ -31,6 +31,28 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+def load_tokenizer(path: Path, *, light: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model directory. Raises `ResourceError` without a usable one.
+
+    `light` reads `tokenizer.json` by itself where there is one: enough to count tokens, and it
+    spares the seconds that transformers takes to import what finds the model's own class.
+    """
+    import transformers  # late, since commands that only read a config import this module
+
+    alone = light and (path / "tokenizer.json").is_file()
+    # Any: two classes with one method in common. Either is imported when it is asked for.
+    loader: Any = transformers.PreTrainedTokenizerFast if alone else transformers.AutoTokenizer
+    try:
+        found: PreTrainedTokenizerBase = loader.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False
+        )
+    except (OSError, ValueError) as error:
+        raise ResourceError(
+            f"model directory '{path}' has no usable tokenizer: {str(error).splitlines()[0]}"
+        ) from error
+    return found
+
+
 class ChatTokenizer:
     """A tokenizer with what training needs: prompts, responses with their end, padding.
 
@@ -79,22 +101,8 @@ class ChatTokenizer:
         *,
         light: bool = False,
     ) -> ChatTokenizer:
-        """The tokenizer of a model directory.
-
-        `light` reads `tokenizer.json` by itself where there is one: enough to count tokens, and it
-        spares the seconds that transformers takes to import what finds the model's own class.
-        """
-        import transformers  # late, since commands that only read a config import this module
-
-        alone = light and (path / "tokenizer.json").is_file()
-        # Any: two classes with one method in common. Either is imported when it is asked for.
-        loader: Any = transformers.PreTrainedTokenizerFast if alone else transformers.AutoTokenizer
-        try:
-            tokenizer = loader.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-        except (OSError, ValueError) as error:
-            raise ResourceError(
-                f"model directory '{path}' has no usable tokenizer: {str(error).splitlines()[0]}"
-            ) from error
+        """The tokenizer of a model directory; `light` as in `load_tokenizer`."""
+        tokenizer = load_tokenizer(path, light=light)
         return cls(tokenizer, system_prompt, stored_ends(Path(path), tokenizer), renderer)
 
     def token_text(self, token: int) -> str:

@@ -100,11 +100,6 @@ def tool_call_form(template: str) -> str:
     return "llama3" if is_llama else "none"
 
 
-def write_tool_call(call: ToolCall, form: str) -> str:
-    """One call as the models of `form` write it, with what begins and ends the calls of a turn."""
-    return write_tool_calls((call,), form)
-
-
 def write_tool_calls(calls: Sequence[ToolCall], form: str) -> str:
     """All calls of a turn, joined as the models of `form` join them; empty without calls."""
     if form not in _FORMS:

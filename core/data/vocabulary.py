@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from posttrain.core.data.tokens import load_tokenizer
 from posttrain.core.errors import ResourceError
 
 
@@ -22,18 +23,7 @@ class Vocabulary:
 @lru_cache(maxsize=16)
 def vocabulary_of(folder: Path) -> Vocabulary:
     """The vocabulary of the tokenizer in a model's folder. Raises `ResourceError` without one."""
-    from transformers import AutoTokenizer  # loads in seconds
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
-    except (OSError, ValueError) as error:
-        raise ResourceError(
-            f"model directory '{folder}' has no tokenizer that can be read: "
-            f"{str(error).splitlines()[0]}"
-        ) from error
-    tokens = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
+    tokens = sorted(load_tokenizer(folder).get_vocab().items(), key=lambda item: (item[1], item[0]))
     digest = hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
     return Vocabulary(len(tokens), digest)
 

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from posttrain.core.batch import RolloutBatch
+from posttrain.core.batch import COLUMN_AXES, RolloutBatch
 from posttrain.core.kit.checks import broken, expect
 from posttrain.core.math.masking import row_sums
 
 NAN = float("nan")
+ALWAYS = frozenset(
+    "prompt_ids prompt_mask response_ids response_mask mask group_id seq_id truncated "
+    "rollout_logprobs policy_version".split()
+)
+"""Columns of every batch, whoever made it."""
 EPSILON = 1e-6
 """The step of finite differences, in float64."""
 LENGTHS = (4, 1, 0, 3, 5, 2, 0, 5)
@@ -51,6 +57,12 @@ def build_batch(
         truncated=torch.zeros(num_rows, dtype=torch.bool),
     )
     return batch.with_columns(**filled) if filled else batch
+
+
+def without_columns(batch: RolloutBatch, kept: Set[str]) -> RolloutBatch:
+    """The batch with no other optional columns than those that are `kept`."""
+    absent: dict[str, Any] = dict.fromkeys(COLUMN_AXES.keys() - ALWAYS - kept)  # Any: of any axes
+    return replace(batch, **absent)
 
 
 def masked_positions(width: int = 5) -> Tensor:
@@ -136,6 +148,13 @@ def expect_same(
         gap = (found - wanted).abs()
         at = tuple(int(i) for i in torch.unravel_index(gap.nan_to_num(1e300).argmax(), gap.shape))
         broken(f"{what}: at {list(at)} got {float(found[at])!r}, expected {float(wanted[at])!r}")
+
+
+def expect_rows_apart(of: Callable[[RolloutBatch], Tensor]) -> None:
+    """That permuting the rows of a batch permutes what `of` makes of it."""
+    batch, order = ragged_batch(0.0), torch.tensor([5, 2, 7, 0, 4, 1, 6, 3])
+    permuted = of(batch.select(order))
+    expect_same(permuted, of(batch)[order], "rows in another order", rtol=1e-7, atol=1e-7)
 
 
 def expect_slope(

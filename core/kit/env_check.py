@@ -39,7 +39,7 @@ from posttrain.core.kit.env_play import (
     limited,
     scripted,
 )
-from posttrain.core.kit.env_played import check_played
+from posttrain.core.kit.env_played import check_played, no_reward
 from posttrain.core.rollout.event_loop import Blocked, EventLoop
 from posttrain.core.rollout.turns import Turns, completion_of
 from posttrain.core.types import Completion, Message, Problem
@@ -336,11 +336,7 @@ async def _attack(playing: Playing, says: Says, what: str) -> str:
             score = task.verify(problem, played.said[-1].text).correct
         if score is not None:
             rewards.append(score)
-    if not rewards:
-        raise Skipped("neither the environment nor the task scores such an episode")
-    shown = ", ".join(f"{reward:g}" for reward in rewards)
-    expect(max(rewards) <= 0, f"{what} gets the rewards {shown}")
-    return f"rewards {shown}"
+    return no_reward(rewards, what)
 
 
 @_check("attack: empty answers")

@@ -75,6 +75,15 @@ class Script(RolloutEngine[NoConfig]):
         """Nothing is held."""
 
 
+def no_reward(rewards: Sequence[float], what: str) -> str:
+    """The rewards of a policy that knows nothing; `Broken` where one is above 0."""
+    if not rewards:
+        raise Skipped("nothing scores such an episode")
+    shown = ", ".join(f"{reward:g}" for reward in rewards)
+    expect(max(rewards) <= 0, f"{what} gets the rewards {shown}")
+    return f"rewards {shown}"
+
+
 class PlayedCheck:
     """One environment, whose program finds a gateway as in training."""
 
@@ -94,11 +103,7 @@ class PlayedCheck:
         """The rewards of a policy that knows nothing; `Broken` where one is above 0."""
         found = [self.play([p], [says(p)])[0].completions for p in self.subject.problems]
         rewards = [each[0].reward for each in found if each[0].reward is not None]
-        if not rewards:
-            raise Skipped("the program scores no such episode")
-        shown = ", ".join(f"{reward:g}" for reward in rewards)
-        expect(max(rewards) <= 0, f"{what} gets the rewards {shown}")
-        return f"rewards {shown}"
+        return no_reward(rewards, what)
 
     def to_the_end(self) -> str:
         """Episodes with the turns that were given."""

@@ -434,13 +434,13 @@ def only_number_after(text: str, marker: str) -> str | None:
     return numbers_in(line)[0] if is_number(line) else None
 
 
-def final_number(text: str, marker: str = "####") -> str | None:
-    r"""The number after the last `marker`, else in the last \boxed{}, else the last of the text.
+def final_number(text: str) -> str | None:
+    r"""The number after the last `####`, else in the last \boxed{}, else the last of the text.
 
     A box that holds several numbers, such as a fraction, is read as none: picking one of them would
     make a wrong answer right.
     """
-    marked = number_after(text, marker)
+    marked = number_after(text, "####")
     if marked is not None:
         return marked
     boxed = last_boxed(text)

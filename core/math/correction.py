@@ -73,7 +73,7 @@ def mismatch_metrics(
     known = known_tokens(engine, mask)
     if not known.any():
         return {}
-    gaps, rows = log_ratio(trainer, engine, mask), _rows(known, count_empty_seqs)
+    gaps, rows = log_ratio(trainer, engine, mask), counted_rows(known, count_empty_seqs)
     d = gaps[known].double()
     weights, row_weights = bounded_exp(d), bounded_exp(row_sums(gaps, known)[rows])
     probabilities = (trainer[known].double().exp() - engine[known].double().exp()).abs()
@@ -89,37 +89,6 @@ def mismatch_metrics(
         "ess/token": effective_sample_size(weights),
         "ess/seq": effective_sample_size(row_weights),
     }
-
-
-def perplexity_metrics(
-    trainer: Tensor, engine: Tensor, mask: Tensor, *, count_empty_seqs: bool = False
-) -> dict[str, float]:
-    """Perplexities e^(-row mean of log-probs [B, T]) of both, and their logs' differences per row.
-
-    Means over rows, with `mismatch/log_ppl_diff` = log of the trainer's over the engine's;
-    `count_empty_seqs` as in `mismatch_metrics`.
-    """
-    known = known_tokens(engine, mask)
-    if not known.any():
-        return {}
-    rows = _rows(known, count_empty_seqs)
-    log_trainer = -row_means(trainer.detach(), known)[rows]
-    log_engine = -row_means(engine.detach(), known)[rows]
-    gap = log_trainer - log_engine
-    return {
-        "mismatch/trainer_ppl": float(log_trainer.exp().mean()),
-        "mismatch/trainer_log_ppl": float(log_trainer.mean()),
-        "mismatch/engine_ppl": float(log_engine.exp().mean()),
-        "mismatch/engine_log_ppl": float(log_engine.mean()),
-        "mismatch/log_ppl_diff": float(gap.mean()),
-        "mismatch/log_ppl_abs_diff": float(gap.abs().mean()),
-        "mismatch/log_ppl_diff_max": float(gap.max()),
-        "mismatch/log_ppl_diff_min": float(gap.min()),
-    }
-
-
-def _rows(known: Tensor, count_empty_seqs: bool) -> Tensor:
-    return torch.ones_like(known[:, 0]) if count_empty_seqs else known.any(dim=1)
 
 
 WeightLevel = Literal["token", "seq"]

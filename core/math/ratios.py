@@ -17,9 +17,9 @@ from posttrain.core.math.masking import masked, row_means, row_sums
 METRIC_CLAMP = 20.0  # bound of log ratios in metrics alone, so that one token cannot make them inf
 
 
-def log_ratios(new: Tensor, old: Tensor, mask: Tensor) -> Tensor:
-    """log r [B, T] = `new` - `old`, 0 under the mask; gradient flows through `new` alone."""
-    return masked(new, mask) - masked(old.detach(), mask)
+def log_ratios(new: Tensor, old: Tensor, mask: Tensor, bound: float | None = None) -> Tensor:
+    """log r [B, T] = `new` - `old`, `clamped`, 0 under the mask; gradient through `new` alone."""
+    return clamped(masked(new, mask) - masked(old.detach(), mask), bound)
 
 
 def clamped(log_ratio: Tensor, bound: float | None) -> Tensor:

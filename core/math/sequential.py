@@ -38,13 +38,13 @@ def log_wealth(differences: Sequence[float]) -> float:
     return math.log(float(np.exp(logs - top).mean())) + top
 
 
-def behind_at_look(differences: Sequence[float], look: int, confidence: float = CONFIDENCE) -> bool:
+def behind_at_look(differences: Sequence[float], look: int) -> bool:
     """Whether the mean is below 0, as far as look number `look` (from 1) can say.
 
     Over all looks, at the same problems or at others, the chance of being wrong once is at most
-    1 - confidence. Raises `ValueError` for a look below 1.
+    1 - `CONFIDENCE`. Raises `ValueError` for a look below 1.
     """
     if look < 1:
         raise ValueError(f"look is {look}, expected 1 or more")
-    spent = (1 - confidence) / (look * (look + 1))
+    spent = (1 - CONFIDENCE) / (look * (look + 1))
     return log_wealth([-value for value in differences]) >= math.log(1 / spent)

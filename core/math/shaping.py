@@ -50,11 +50,6 @@ def repetition_penalty(
     return -penalty * torch.tensor(shares, dtype=torch.float64)
 
 
-def shaped_rewards(rewards: Tensor, *terms: Tensor) -> Tensor:
-    """`rewards` [B] plus every term [B]; an unscored response (NaN) stays unscored."""
-    return torch.stack([rewards, *terms]).sum(dim=0)
-
-
 def resampling_weights(
     rewards: Tensor,
     method: Literal["pow", "max_min", "max_random"],

@@ -11,7 +11,6 @@ import random
 import re
 import ssl
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -22,6 +21,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from posttrain.core.errors import ResourceError, RunError
+from posttrain.core.runtime.files import write_text
 from posttrain.core.types import ScoreStatus
 
 
@@ -51,11 +51,9 @@ class ReplyCache:
     def put(self, key: str, reply: str) -> None:
         """Keep `reply`; of several writers the last one stays."""
         file = self._file(key)
-        partial = file.with_name(f"{key}.{uuid.uuid4().hex}.partial")
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(json.dumps({"reply": reply}), "utf-8")
-            os.replace(partial, file)
+            write_text(file, json.dumps({"reply": reply}))
         except OSError as error:
             raise _unwritable(self.folder, error) from error
 

@@ -137,7 +137,7 @@ svg{max-width:100%;height:auto}.box{fill:#fff;stroke-width:1.5}.name{font-size:1
 """
 
 
-def lineage_html(stages: Sequence[LineageNode], title: str = "Lineage") -> str:
+def lineage_html(stages: Sequence[LineageNode]) -> str:
     """A self-contained page with the graph of `stages`: no scripts, nothing loaded."""
     level = depths(stages)
     ordered = sorted(stages, key=lambda stage: level[stage.name])
@@ -155,13 +155,13 @@ def lineage_html(stages: Sequence[LineageNode], title: str = "Lineage") -> str:
     height = 2 * MARGIN + len(stages) * (BOX_HEIGHT + GAP) - GAP
     svg = (
         f'<svg viewBox="0 0 {width} {height}" width="{width}" role="img" '
-        f'aria-label="{html.escape(title)}"><defs><marker id="tip" viewBox="0 0 8 8" refX="6" '
+        'aria-label="Lineage"><defs><marker id="tip" viewBox="0 0 8 8" refX="6" '
         'refY="4" markerWidth="7" markerHeight="7" orient="auto"><path d="M0,0L8,4L0,8z" '
         f'fill="#888"/></marker></defs>{"".join(drawn)}</svg>'
     )
     return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}'
-        f"</title><style>{STYLE}</style></head><body><h1>{html.escape(title)}</h1><p>Each box is a "
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Lineage</title>'
+        f"<style>{STYLE}</style></head><body><h1>Lineage</h1><p>Each box is a "
         "stage; an arrow is something it read. Digests are of what the stage made.</p>"
         f"{svg}</body></html>\n"
     )

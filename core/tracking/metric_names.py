@@ -178,14 +178,6 @@ METRICS: dict[str, Metric] = {
     "mismatch/ppl_ratio": Metric("ratio", "trainer's over engine's perplexity, mean over rows"),
     "mismatch/chi2_token": Metric("chi2", "mean squared token ratio, less 1"),
     "mismatch/chi2_seq": Metric("chi2", "mean squared ratio of whole responses, less 1"),
-    "mismatch/trainer_ppl": Metric("perplexity", "of the responses to the trainer, row mean"),
-    "mismatch/trainer_log_ppl": Metric("nats", "log of it, row mean"),
-    "mismatch/engine_ppl": Metric("perplexity", "of the responses to the engine, row mean"),
-    "mismatch/engine_log_ppl": Metric("nats", "log of it, row mean"),
-    "mismatch/log_ppl_diff": Metric("nats", "trainer less engine log-perplexity, row mean"),
-    "mismatch/log_ppl_abs_diff": Metric("nats", "mean absolute value of it"),
-    "mismatch/log_ppl_diff_max": Metric("nats", "largest of it"),
-    "mismatch/log_ppl_diff_min": Metric("nats", "smallest of it"),
     "sync/probe_abs_max": Metric(
         "nats", "engine against trainer on the probe after a sync, largest"
     ),

@@ -370,11 +370,6 @@ def complete_checkpoints(root: Path) -> list[Path]:
     return sorted(found, key=lambda path: path.name, reverse=True)
 
 
-def newest_checkpoint(root: Path) -> Path | None:
-    """The newest checkpoint below `root`, if any, whether its files are whole or not."""
-    return next(iter(complete_checkpoints(root)), None)
-
-
 def newest_whole(root: Path, warn: Callable[[str], None]) -> Path | None:
     """The newest checkpoint whose files are those that were written; None where there is none.
 

@@ -24,7 +24,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from posttrain.core.math.masking import masked
 from posttrain.core.math.nucleus import Cut, log_kept_mass
 from posttrain.core.models.linear import product, product_type
 from posttrain.core.models.paths import HeadShape, OutputHead, project
@@ -333,21 +332,6 @@ class _WeightGradient:
         return found.to(self._weight.dtype)
 
 
-def token_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    temperature: float = 1.0,
-    chunk: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Log-probs [N] (nats) of `targets` [N] and entropies [N]: `hidden` [N, H], `weight` [V, H]."""
-    values, entropy, _ = cut_logprobs(
-        hidden, weight, targets, Cut(), temperature=temperature, chunk=chunk
-    )
-    return values, entropy
-
-
 def cut_logprobs(
     hidden: Tensor,
     head: Tensor | OutputHead,
@@ -360,14 +344,14 @@ def cut_logprobs(
     known: KnownLogits | None = None,
     compiled: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `token_logprobs` gives, and the log mass [N] that `cut` keeps ([0] where it cuts none).
+    """Log-probs [N] (nats) of `targets` [N], entropies [N], and the log mass [N] that `cut` keeps.
 
-    `head` is what makes logits, or its matrix [V, H] alone. With `rows` [N] `hidden` is [M, H] and
-    a target is looked up in the logits of that row of it:
-    tokens that follow the same ones have one state. A log-prob less the mass is the one under the
-    cut and renormalised distribution; the mass is detached, and made from the same logits. Logits
-    [M, V] of the head's layer that are `known` are not made again in the forward pass. `compiled`
-    as `why_plain` says.
+    The mass is [0] where nothing is cut. `hidden` is [N, H]; `head` is what makes logits, or its
+    matrix [V, H] alone. With `rows` [N] `hidden` is [M, H] and a target is looked up in the logits
+    of that row of it: tokens that follow the same ones have one state. A log-prob less the mass is
+    the one under the cut and renormalised distribution; the mass is detached, and made from the
+    same logits. Logits [M, V] of the head's layer that are `known` are not made again in the
+    forward pass. `compiled` as `why_plain` says.
     """
     if isinstance(head, Tensor):
         head = OutputHead(head)
@@ -395,10 +379,3 @@ def cut_logprobs(
         compiled,
     )
     return values, entropy if rows is None else entropy[rows], kept
-
-
-def entropy_of_logits(logits: Tensor) -> Tensor:
-    """Entropy [...] (nats) of softmax(`logits`) over the last axis, with gradient."""
-    logp = torch.log_softmax(logits if logits.dtype == torch.float64 else logits.float(), dim=-1)
-    probs = logp.exp()
-    return -(probs * masked(logp, probs > 0)).sum(dim=-1)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from posttrain.core.analysis.forensics import Pattern, Response, find_patterns, responses_of
-from posttrain.core.analysis.report import Cell, Picture, Report, shortened, table
+from posttrain.core.analysis.report import Cell, Picture, Report, listed, shortened, table
 from posttrain.core.analysis.rescoring import QUANTILES, ScoreDistribution, distribution
 from posttrain.core.config.rl_stage import TOTAL
-from posttrain.pipelines.analysis.past_run import PastRun, listed, read_steps
+from posttrain.pipelines.analysis.past_run import PastRun, read_steps
 
 CUTS = ("least", "25 %", "median", "75 %", "most")
 """Names of `QUANTILES`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from posttrain.core.analysis.evidence import (
     rows_path,
     tensors_path,
 )
+from posttrain.core.analysis.report import listed
 from posttrain.core.config.dag import topological_order
 from posttrain.core.config.loading import LoadedConfig, load_config, validated
 from posttrain.core.config.resolve import ResolvedRun, resolve
@@ -246,10 +247,3 @@ def check_step(found: EvidenceFolder, step: int) -> None:
             f"{listed(found.steps)}; choose one of them (keep.evidence_mb bounds how many a run "
             "keeps)"
         )
-
-
-def listed(steps: Iterable[int], limit: int = 12) -> str:
-    """Numbers with commas, the middle left out of many."""
-    numbers = list(steps)
-    first = ", ".join(map(str, numbers[:limit]))
-    return first if len(numbers) <= limit else f"{first} ... {numbers[-1]} ({len(numbers)} in all)"

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from posttrain.core.analysis.report import listed
 from posttrain.core.errors import ConfigError, ResourceError
 from posttrain.core.store.artifacts import Artifact
 from posttrain.core.store.manifests import file_digest, read_manifest
@@ -27,7 +28,7 @@ from posttrain.core.training.step_record import (
     record_of,
     values_path,
 )
-from posttrain.pipelines.analysis.past_run import PastRun, listed
+from posttrain.pipelines.analysis.past_run import PastRun
 from posttrain.pipelines.stage.files import checkpoint_folder
 
 Weights = Mapping[str, Tensor]

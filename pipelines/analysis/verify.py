@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from posttrain.core.analysis.report import Report, table
+from posttrain.core.analysis.report import Report, listed, table
 from posttrain.core.config.rl_stage import TRAINING_KINDS
 from posttrain.core.errors import ConfigError, PosttrainError, ResourceError
 from posttrain.core.runtime.reporter import Reporter
@@ -32,7 +32,7 @@ from posttrain.core.store.attestation import (
 from posttrain.core.store.identity import source_digest
 from posttrain.core.store.manifests import ATTESTATION, file_digest, model_digest
 from posttrain.core.store.provenance import environment
-from posttrain.pipelines.analysis.past_run import PastRun, listed, open_run
+from posttrain.pipelines.analysis.past_run import PastRun, open_run
 from posttrain.pipelines.analysis.replay_comparison import StepSource, find_steps
 from posttrain.pipelines.analysis.verify_stage import (
     StageFiles,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from posttrain.core.analysis.report import listed
 from posttrain.core.config.base import BASE_MODEL
 from posttrain.core.config.sft_stage import SftStage
 from posttrain.core.contracts import Task
@@ -31,7 +32,7 @@ from posttrain.core.store.manifests import (
     tree_digests,
 )
 from posttrain.core.training.step_record import FOLDER, changed_rows, problem_rows, read_rows
-from posttrain.pipelines.analysis.past_run import PastRun, listed
+from posttrain.pipelines.analysis.past_run import PastRun
 from posttrain.pipelines.run.assembly import PLUGINS
 from posttrain.pipelines.run.planning import parts_of_stage
 

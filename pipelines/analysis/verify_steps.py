@@ -15,6 +15,7 @@ from torch import Tensor
 
 from posttrain.core.analysis.evidence import FOLDER as EVIDENCE
 from posttrain.core.analysis.evidence import StepEvidence, read_step, steps_in
+from posttrain.core.analysis.report import listed
 from posttrain.core.analysis.rescoring import TOLERANCE
 from posttrain.core.config.rl_stage import RL_KINDS, RlStage
 from posttrain.core.errors import PosttrainError, RunError
@@ -31,7 +32,7 @@ from posttrain.core.training.step_record import (
     values_path,
 )
 from posttrain.core.types import Score
-from posttrain.pipelines.analysis.past_run import PastRun, listed
+from posttrain.pipelines.analysis.past_run import PastRun
 from posttrain.pipelines.analysis.replay import CHANGED, Replay
 from posttrain.pipelines.analysis.replay_comparison import (
     ComparedStep,

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-
 from posttrain.pipelines.cli.common import (
     EPILOG_CODES,
     CommandContext,
@@ -13,7 +9,7 @@ from posttrain.pipelines.cli.common import (
     RunArgument,
     command,
 )
-from posttrain.pipelines.cli.reports import OutOption, StageOption, give, open_run
+from posttrain.pipelines.cli.reports import OutOption, StageOption, StepOption, give, open_run
 
 EPILOG = (
     "Examples:\n\n"
@@ -28,10 +24,7 @@ EPILOG = (
 def forensics(
     context: CommandContext,
     run: RunArgument,
-    step: Annotated[
-        int | None,
-        typer.Option("--step", min=1, help="One step, from 1.  \\[default: all steps kept]"),
-    ] = None,
+    step: StepOption = None,
     stage: StageOption = None,
     out: OutOption = None,
 ) -> Result:

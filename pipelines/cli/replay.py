@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 
-from posttrain.pipelines.cli import complete
 from posttrain.pipelines.cli.common import (
     EPILOG_CODES,
     CommandContext,
@@ -14,7 +13,7 @@ from posttrain.pipelines.cli.common import (
     RunArgument,
     command,
 )
-from posttrain.pipelines.cli.reports import open_run
+from posttrain.pipelines.cli.reports import StageOption, open_run
 
 EPILOG = (
     "Examples:\n\n"
@@ -30,14 +29,7 @@ def replay(
     context: CommandContext,
     run: RunArgument,
     step: Annotated[int, typer.Option("--step", min=1, help="Optimizer step, from 1.")],
-    stage: Annotated[
-        str | None,
-        typer.Option(
-            "--stage",
-            help="Stage of the run; needed where several could be meant.",
-            autocompletion=complete.stages,
-        ),
-    ] = None,
+    stage: StageOption = None,
 ) -> Result:
     """Compute a past optimizer step again and compare it, tensor by tensor, with its record.
 

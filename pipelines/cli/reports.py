@@ -31,6 +31,9 @@ StageOption = Annotated[
         autocompletion=complete.stages,
     ),
 ]
+StepOption = Annotated[
+    int | None, typer.Option("--step", min=1, help="One step, from 1.  \\[default: all steps kept]")
+]
 
 
 def open_run(run: str, context: CommandContext) -> PastRun:

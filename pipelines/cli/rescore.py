@@ -13,7 +13,7 @@ from posttrain.pipelines.cli.common import (
     RunArgument,
     command,
 )
-from posttrain.pipelines.cli.reports import OutOption, StageOption, give, open_run
+from posttrain.pipelines.cli.reports import OutOption, StageOption, StepOption, give, open_run
 
 EPILOG = (
     "Examples:\n\n"
@@ -37,10 +37,7 @@ def rescore(
             help="A reward with its fields and weight; give it several times.",
         ),
     ] = None,
-    step: Annotated[
-        int | None,
-        typer.Option("--step", min=1, help="One step, from 1.  \\[default: all steps kept]"),
-    ] = None,
+    step: StepOption = None,
     stage: StageOption = None,
     out: OutOption = None,
 ) -> Result:

@@ -259,7 +259,7 @@ class StageContext(StageInputs):
         self.tracker.log_step(0, rule.metrics(group))  # a stage that goes on has it already
 
 
-def write_evaluation(folder: Path, evaluation: Evaluation, step: int | None = None) -> Path:
+def write_evaluation(folder: Path, evaluation: Evaluation) -> Path:
     """Write an evaluation's metrics and rows; returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "metrics.json").write_text(json.dumps(evaluation.metrics, indent=2))

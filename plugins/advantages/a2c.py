@@ -8,11 +8,7 @@ from posttrain.core.contracts import ValueAdvantage, ValueConfig
 from posttrain.core.math.returns import ValuedSteps, gae
 
 
-class A2cConfig(ValueConfig):
-    """Settings of the `a2c` advantage."""
-
-
-class A2cAdvantage(ValueAdvantage[A2cConfig]):
+class A2cAdvantage(ValueAdvantage[ValueConfig]):
     """A_t = r_t + gamma * V_{t+1} - V_t; the critic's target is r_t + gamma * V_{t+1}.
 
     V is detached [B, T] and 0 past the end. Equal to `gae` with lam 0, and to `n_step` with n 1,
@@ -20,7 +16,7 @@ class A2cAdvantage(ValueAdvantage[A2cConfig]):
     """
 
     name = "a2c"
-    Config = A2cConfig
+    Config = ValueConfig
 
     def advantages_and_targets(self, steps: ValuedSteps) -> tuple[Tensor, Tensor]:
         """The temporal difference, and the same + V."""

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import Field
 from torch import Tensor
 
-from posttrain.core.contracts import ValueAdvantage, ValueConfig
+from posttrain.core.contracts import ValueAdvantage, ValueConfig, WhitenedConfig
 from posttrain.core.math.returns import ValuedSteps, gae
 
 
-class DecoupledGaeConfig(ValueConfig):
+class DecoupledGaeConfig(WhitenedConfig, ValueConfig):
     """Settings of the `decoupled_gae` advantage."""
 
     lam_critic: float = Field(
@@ -22,11 +20,6 @@ class DecoupledGaeConfig(ValueConfig):
     )
     alpha: float = Field(
         default=0.05, gt=0, description="lambda by length is 1 - 1 / (alpha * tokens), at least 0"
-    )
-    whiten: Literal["off", "tokens", "sequences"] = Field(
-        default="tokens",
-        description="shift and scale over all tokens of the rollout batch (long responses weigh "
-        "more), over responses, or not at all; `returns` never are",
     )
 
 

@@ -8,11 +8,7 @@ from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import GroupAdvantage, GroupConfig
 
 
-class DrGrpoConfig(GroupConfig):
-    """Settings of the `dr_grpo` advantage."""
-
-
-class DrGrpoAdvantage(GroupAdvantage[DrGrpoConfig]):
+class DrGrpoAdvantage(GroupAdvantage[GroupConfig]):
     """A_i = R_i - mean_g, the same on every token of response i.
 
     R_i is the sum of `token_rewards` [B, T]. It is the paper's algorithm only together with the
@@ -21,7 +17,7 @@ class DrGrpoAdvantage(GroupAdvantage[DrGrpoConfig]):
     """
 
     name = "dr_grpo"
-    Config = DrGrpoConfig
+    Config = GroupConfig
 
     def group_advantages(self, rewards: Tensor, rows: Tensor, batch: RolloutBatch) -> Tensor:
         """Deviations [G] from the group's mean."""

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import Field
 from torch import Tensor
 
-from posttrain.core.contracts import ValueAdvantage, ValueConfig
+from posttrain.core.contracts import ValueAdvantage, ValueConfig, WhitenedConfig
 from posttrain.core.math.returns import ValuedSteps, gae
 
 
-class GaeConfig(ValueConfig):
+class GaeConfig(WhitenedConfig, ValueConfig):
     """Settings of the `gae` advantage."""
 
     lam: float = Field(
         default=1.0, ge=0, le=1, description="lambda: 1 = least bias, 0 = least variance (TRL 0.95)"
-    )
-    whiten: Literal["off", "tokens", "sequences"] = Field(
-        default="tokens",
-        description="shift and scale over all tokens of the rollout batch (long responses weigh "
-        "more), over responses, or not at all; `returns` never are",
     )
 
 

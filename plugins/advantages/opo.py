@@ -8,11 +8,7 @@ from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import GroupAdvantage, GroupConfig
 
 
-class OpoConfig(GroupConfig):
-    """Settings of the `opo` advantage."""
-
-
-class OpoAdvantage(GroupAdvantage[OpoConfig]):
+class OpoAdvantage(GroupAdvantage[GroupConfig]):
     """A_i = R_i - b_g, b_g = sum_i |y_i| R_i / sum_i |y_i|, the same on every token.
 
     |y_i| counts the sampled tokens of response i. The baseline has the least variance if the
@@ -22,7 +18,7 @@ class OpoAdvantage(GroupAdvantage[OpoConfig]):
     """
 
     name = "opo"
-    Config = OpoConfig
+    Config = GroupConfig
 
     def group_advantages(self, rewards: Tensor, rows: Tensor, batch: RolloutBatch) -> Tensor:
         """Deviations [G] from the mean weighted by length."""

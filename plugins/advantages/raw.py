@@ -10,11 +10,7 @@ from posttrain.core.math import groups
 from posttrain.core.math.masking import masked
 
 
-class RawConfig(AdvantageConfig):
-    """Settings of the `raw` advantage."""
-
-
-class RawAdvantage(RowAdvantage[RawConfig]):
+class RawAdvantage(RowAdvantage[AdvantageConfig]):
     """A_i = R_i, the same on every token of response i.
 
     R_i is the sum of `token_rewards` [B, T] over the response. Unbiased, and of the highest
@@ -22,7 +18,7 @@ class RawAdvantage(RowAdvantage[RawConfig]):
     """
 
     name = "raw"
-    Config = RawConfig
+    Config = AdvantageConfig
 
     def row_advantages(self, batch: RolloutBatch) -> tuple[Tensor, dict[str, float]]:
         """Rewards [B] of the scored rows."""

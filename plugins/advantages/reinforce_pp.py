@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import Field
 
 from posttrain.core.batch import RolloutBatch
-from posttrain.core.contracts import AdvantageConfig, Advantages, TokenAdvantage
+from posttrain.core.contracts import Advantages, TokenAdvantage, WhitenedConfig
 from posttrain.core.math.returns import rewards_to_go
 
 
-class ReinforcePpConfig(AdvantageConfig):
+class ReinforcePpConfig(WhitenedConfig):
     """Settings of the `reinforce_pp` advantage."""
 
     gamma: float = Field(default=1.0, ge=0, le=1, description="discount per token")
-    whiten: Literal["off", "tokens", "sequences"] = Field(
-        default="tokens",
-        description="shift and scale over all tokens of the rollout batch (long responses weigh "
-        "more), over responses, or not at all",
-    )
 
 
 class ReinforcePpAdvantage(TokenAdvantage[ReinforcePpConfig]):

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
-from pydantic import Field
 from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
-from posttrain.core.contracts import GroupAdvantage, GroupConfig
+from posttrain.core.contracts import GroupAdvantage, GroupConfig, WhitenedConfig
 
 
-class ReinforcePpBaselineConfig(GroupConfig):
+class ReinforcePpBaselineConfig(WhitenedConfig, GroupConfig):
     """Settings of the `reinforce_pp_baseline` advantage."""
-
-    whiten: Literal["off", "tokens", "sequences"] = Field(
-        default="tokens",
-        description="shift and scale over all tokens of the rollout batch (long responses weigh "
-        "more), over responses, or not at all",
-    )
 
 
 class ReinforcePpBaselineAdvantage(GroupAdvantage[ReinforcePpBaselineConfig]):

@@ -13,11 +13,7 @@ from posttrain.core.math import groups
 from posttrain.core.math.returns import rewards_to_go
 
 
-class RemaxConfig(AdvantageConfig):
-    """Settings of the `remax` advantage."""
-
-
-class RemaxAdvantage(TokenAdvantage[RemaxConfig]):
+class RemaxAdvantage(TokenAdvantage[AdvantageConfig]):
     """A_t = G_t - R(x, greedy y), G_t being the sum of `token_rewards` from token t onwards.
 
     `baseline_reward` [B] is the reward of the answer at temperature 0 to the same prompt. Where it
@@ -26,7 +22,7 @@ class RemaxAdvantage(TokenAdvantage[RemaxConfig]):
     """
 
     name = "remax"
-    Config = RemaxConfig
+    Config = AdvantageConfig
     needs: ClassVar[frozenset[str]] = frozenset({"token_rewards", "scored", "baseline_reward"})
 
     def token_advantages(self, batch: RolloutBatch) -> Advantages:

@@ -8,11 +8,7 @@ from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import GroupAdvantage, GroupConfig
 
 
-class RlooConfig(GroupConfig):
-    """Settings of the `rloo` advantage."""
-
-
-class RlooAdvantage(GroupAdvantage[RlooConfig]):
+class RlooAdvantage(GroupAdvantage[GroupConfig]):
     """A_i = R_i - mean of the other R_j = G / (G - 1) * (R_i - mean_g), on every token.
 
     G is the number of scored responses of the group. R_i is the sum of `token_rewards` [B, T]: in
@@ -22,7 +18,7 @@ class RlooAdvantage(GroupAdvantage[RlooConfig]):
     """
 
     name = "rloo"
-    Config = RlooConfig
+    Config = GroupConfig
 
     def group_advantages(self, rewards: Tensor, rows: Tensor, batch: RolloutBatch) -> Tensor:
         """Deviations [G] from the mean of the others."""

@@ -11,11 +11,7 @@ from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import AdvantageConfig, RowAdvantage
 
 
-class ZeroConfig(AdvantageConfig):
-    """Settings of the `zero` advantage."""
-
-
-class ZeroAdvantage(RowAdvantage[ZeroConfig]):
+class ZeroAdvantage(RowAdvantage[AdvantageConfig]):
     """A_t = 0 on every token [B, T]; rewards are not read, and a stage needs none.
 
     What is learned comes from `advantage_transform` or from `distillation`.
@@ -23,7 +19,7 @@ class ZeroAdvantage(RowAdvantage[ZeroConfig]):
     """
 
     name = "zero"
-    Config = ZeroConfig
+    Config = AdvantageConfig
     is_zero: ClassVar[bool] = True
 
     def reads_token_rewards(self) -> bool:

@@ -14,14 +14,11 @@ class A2c(Algorithm[NoConfig]):
 
     name = "a2c"
     Config = NoConfig
-
-    def expand(self) -> dict[str, object]:
-        """Fields of an `rl` stage."""
-        return {
-            "advantage": {"name": "a2c", "gamma": 1.0},
-            "policy_loss": "vanilla_pg",
-            "aggregator": "token-mean",
-            "kl": {"controller": {"name": "fixed", "coef": 0.0}},
-            "entropy_coef": 0.01,
-            "critic": {"clip": None},
-        }
+    fields = {
+        "advantage": {"name": "a2c", "gamma": 1.0},
+        "policy_loss": "vanilla_pg",
+        "aggregator": "token-mean",
+        "kl": {"controller": {"name": "fixed", "coef": 0.0}},
+        "entropy_coef": 0.01,
+        "critic": {"clip": None},
+    }

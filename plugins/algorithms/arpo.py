@@ -17,13 +17,10 @@ class Arpo(Algorithm[NoConfig]):
 
     name = "arpo"
     Config = NoConfig
-
-    def expand(self) -> dict[str, object]:
-        """Fields of an `rl` stage."""
-        return {
-            "sampler": "arpo_tree",
-            "advantage": {"name": "grpo", "attribution": "soft"},
-            "policy_loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2},
-            "aggregator": "token-mean",
-            "kl": {"controller": {"name": "fixed", "coef": 0.0}},
-        }
+    fields = {
+        "sampler": "arpo_tree",
+        "advantage": {"name": "grpo", "attribution": "soft"},
+        "policy_loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2},
+        "aggregator": "token-mean",
+        "kl": {"controller": {"name": "fixed", "coef": 0.0}},
+    }

@@ -14,12 +14,9 @@ class Bapo(Algorithm[NoConfig]):
 
     name = "bapo"
     Config = NoConfig
-
-    def expand(self) -> dict[str, object]:
-        """Fields of an `rl` stage."""
-        return {
-            "advantage": "grpo",
-            "policy_loss": {"name": "bapo", "rho0": 0.4},
-            "aggregator": "token-mean",
-            "kl": {"controller": {"name": "fixed", "coef": 0.0}},
-        }
+    fields = {
+        "advantage": "grpo",
+        "policy_loss": {"name": "bapo", "rho0": 0.4},
+        "aggregator": "token-mean",
+        "kl": {"controller": {"name": "fixed", "coef": 0.0}},
+    }

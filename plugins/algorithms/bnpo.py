@@ -16,12 +16,9 @@ class Bnpo(Algorithm[NoConfig]):
     name = "bnpo"
     Config = NoConfig
     variant_of = "grpo"
-
-    def expand(self) -> dict[str, object]:
-        """Fields of an `rl` stage."""
-        return {
-            "advantage": "grpo",
-            "policy_loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2},
-            "aggregator": {"name": "token-mean", "counts": "micro", "allow_local": True},
-            "kl": {"controller": {"name": "fixed", "coef": 0.0}},
-        }
+    fields = {
+        "advantage": "grpo",
+        "policy_loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2},
+        "aggregator": {"name": "token-mean", "counts": "micro", "allow_local": True},
+        "kl": {"controller": {"name": "fixed", "coef": 0.0}},
+    }

@@ -13,12 +13,9 @@ class Cispo(Algorithm[NoConfig]):
 
     name = "cispo"
     Config = NoConfig
-
-    def expand(self) -> dict[str, object]:
-        """Fields of an `rl` stage."""
-        return {
-            "advantage": "grpo",
-            "policy_loss": {"name": "cispo", "clip_low": 1.0, "clip_high": 4.0},
-            "aggregator": "token-mean",
-            "kl": {"controller": {"name": "fixed", "coef": 0.0}},
-        }
+    fields = {
+        "advantage": "grpo",
+        "policy_loss": {"name": "cispo", "clip_low": 1.0, "clip_high": 4.0},
+        "aggregator": "token-mean",
+        "kl": {"controller": {"name": "fixed", "coef": 0.0}},
+    }

@@ -13,12 +13,9 @@ class ClipCov(Algorithm[NoConfig]):
 
     name = "clip_cov"
     Config = NoConfig
-
-    def expand(self) -> dict[str, object]:
-        """Fields of an `rl` stage."""
-        return {
-            "advantage": "grpo",
-            "policy_loss": "clip_cov",
-            "aggregator": "token-mean",
-            "kl": {"controller": {"name": "fixed", "coef": 0.0}},
-        }
+    fields = {
+        "advantage": "grpo",
+        "policy_loss": "clip_cov",
+        "aggregator": "token-mean",
+        "kl": {"controller": {"name": "fixed", "coef": 0.0}},
+    }

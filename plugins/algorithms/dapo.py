@@ -16,14 +16,11 @@ class Dapo(Algorithm[NoConfig]):
 
     name = "dapo"
     Config = NoConfig
-
-    def expand(self) -> dict[str, object]:
-        """Fields of an `rl` stage."""
-        return {
-            "advantage": "grpo",
-            "policy_loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.28},
-            "aggregator": "token-mean",
-            "kl": {"controller": {"name": "fixed", "coef": 0.0}},
-            "sampler": "dynamic",
-            "rewards": ["dapo_rule", "soft_overlong"],
-        }
+    fields = {
+        "advantage": "grpo",
+        "policy_loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.28},
+        "aggregator": "token-mean",
+        "kl": {"controller": {"name": "fixed", "coef": 0.0}},
+        "sampler": "dynamic",
+        "rewards": ["dapo_rule", "soft_overlong"],
+    }

@@ -15,10 +15,7 @@ class Dpo(Algorithm[NoConfig]):
     name = "dpo"
     Config = NoConfig
     stage = "preference"
-
-    def expand(self) -> dict[str, object]:
-        """Fields of a `preference` stage."""
-        return {
-            "preference_loss": {"name": "dpo", "beta": 0.1, "label_smoothing": 0.0},
-            "f_divergence": "reverse_kl",
-        }
+    fields = {
+        "preference_loss": {"name": "dpo", "beta": 0.1, "label_smoothing": 0.0},
+        "f_divergence": "reverse_kl",
+    }

@@ -14,12 +14,9 @@ class DrGrpo(Algorithm[NoConfig]):
 
     name = "dr_grpo"
     Config = NoConfig
-
-    def expand(self) -> dict[str, object]:
-        """Fields of an `rl` stage."""
-        return {
-            "advantage": "dr_grpo",
-            "policy_loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2},
-            "aggregator": "seq-mean-token-sum-norm",
-            "kl": {"controller": {"name": "fixed", "coef": 0.0}},
-        }
+    fields = {
+        "advantage": "dr_grpo",
+        "policy_loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2},
+        "aggregator": "seq-mean-token-sum-norm",
+        "kl": {"controller": {"name": "fixed", "coef": 0.0}},
+    }

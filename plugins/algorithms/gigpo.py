@@ -17,16 +17,13 @@ class Gigpo(Algorithm[NoConfig]):
 
     name = "gigpo"
     Config = NoConfig
-
-    def expand(self) -> dict[str, object]:
-        """Fields of an `rl` stage."""
-        return {
-            "advantage": {"name": "gigpo", "gamma": 0.95, "turn_weight": 1.0},
-            "policy_loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2},
-            "aggregator": "token-mean",
-            "kl": {
-                "estimator": "k3",
-                "controller": {"name": "fixed", "coef": 0.01},
-                "place": "loss",
-            },
-        }
+    fields = {
+        "advantage": {"name": "gigpo", "gamma": 0.95, "turn_weight": 1.0},
+        "policy_loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2},
+        "aggregator": "token-mean",
+        "kl": {
+            "estimator": "k3",
+            "controller": {"name": "fixed", "coef": 0.01},
+            "place": "loss",
+        },
+    }

@@ -15,14 +15,11 @@ class Gkd(Algorithm[NoConfig]):
 
     name = "gkd"
     Config = NoConfig
-
-    def expand(self) -> dict[str, object]:
-        """Fields of an `rl` stage."""
-        return {
-            "advantage": "zero",
-            "policy_loss": None,
-            "distillation": {"name": "gkd", "divergence": "jsd", "beta": 0.5},
-            "aggregator": "token-mean",
-            "kl": {"controller": {"name": "fixed", "coef": 0.0}},
-            "rewards": [],
-        }
+    fields = {
+        "advantage": "zero",
+        "policy_loss": None,
+        "distillation": {"name": "gkd", "divergence": "jsd", "beta": 0.5},
+        "aggregator": "token-mean",
+        "kl": {"controller": {"name": "fixed", "coef": 0.0}},
+        "rewards": [],
+    }

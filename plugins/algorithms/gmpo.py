@@ -13,12 +13,9 @@ class Gmpo(Algorithm[NoConfig]):
 
     name = "gmpo"
     Config = NoConfig
-
-    def expand(self) -> dict[str, object]:
-        """Fields of an `rl` stage."""
-        return {
-            "advantage": "grpo",
-            "policy_loss": {"name": "gmpo", "log_clip_low": 0.4, "log_clip_high": 0.4},
-            "aggregator": "seq-mean-token-mean",
-            "kl": {"controller": {"name": "fixed", "coef": 0.0}},
-        }
+    fields = {
+        "advantage": "grpo",
+        "policy_loss": {"name": "gmpo", "log_clip_low": 0.4, "log_clip_high": 0.4},
+        "aggregator": "seq-mean-token-mean",
+        "kl": {"controller": {"name": "fixed", "coef": 0.0}},
+    }

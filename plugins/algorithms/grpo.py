@@ -14,16 +14,13 @@ class Grpo(Algorithm[NoConfig]):
 
     name = "grpo"
     Config = NoConfig
-
-    def expand(self) -> dict[str, object]:
-        """Fields of an `rl` stage."""
-        return {
-            "advantage": "grpo",
-            "policy_loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2},
-            "aggregator": "seq-mean-token-mean",
-            "kl": {
-                "estimator": "k3",
-                "controller": {"name": "fixed", "coef": 0.04},
-                "place": "loss",
-            },
-        }
+    fields = {
+        "advantage": "grpo",
+        "policy_loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2},
+        "aggregator": "seq-mean-token-mean",
+        "kl": {
+            "estimator": "k3",
+            "controller": {"name": "fixed", "coef": 0.04},
+            "place": "loss",
+        },
+    }

@@ -13,7 +13,4 @@ class GrpoProcess(Grpo):
     """
 
     name = "grpo_process"
-
-    def expand(self) -> dict[str, object]:
-        """Fields of an `rl` stage."""
-        return {**super().expand(), "advantage": "grpo_process"}
+    fields = {**Grpo.fields, "advantage": "grpo_process"}

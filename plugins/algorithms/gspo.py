@@ -14,12 +14,9 @@ class Gspo(Algorithm[NoConfig]):
 
     name = "gspo"
     Config = NoConfig
-
-    def expand(self) -> dict[str, object]:
-        """Fields of an `rl` stage."""
-        return {
-            "advantage": "grpo",
-            "policy_loss": {"name": "gspo", "clip_low": 3e-4, "clip_high": 4e-4},
-            "aggregator": "seq-mean-token-mean",
-            "kl": {"controller": {"name": "fixed", "coef": 0.0}},
-        }
+    fields = {
+        "advantage": "grpo",
+        "policy_loss": {"name": "gspo", "clip_low": 3e-4, "clip_high": 4e-4},
+        "aggregator": "seq-mean-token-mean",
+        "kl": {"controller": {"name": "fixed", "coef": 0.0}},
+    }

@@ -13,8 +13,7 @@ class GspoToken(Gspo):
     """
 
     name = "gspo_token"
-
-    def expand(self) -> dict[str, object]:
-        """Fields of an `rl` stage."""
-        own = {"name": "gspo_token", "clip_low": 3e-4, "clip_high": 4e-4}
-        return {**super().expand(), "policy_loss": own}
+    fields = {
+        **Gspo.fields,
+        "policy_loss": {"name": "gspo_token", "clip_low": 3e-4, "clip_high": 4e-4},
+    }

@@ -15,10 +15,7 @@ class Ipo(Algorithm[NoConfig]):
     name = "ipo"
     Config = NoConfig
     stage = "preference"
-
-    def expand(self) -> dict[str, object]:
-        """Fields of a `preference` stage."""
-        return {
-            "preference_loss": {"name": "ipo", "tau": 0.1, "norm": "mean"},
-            "f_divergence": "reverse_kl",
-        }
+    fields = {
+        "preference_loss": {"name": "ipo", "tau": 0.1, "norm": "mean"},
+        "f_divergence": "reverse_kl",
+    }

@@ -15,15 +15,12 @@ class Kto(Algorithm[NoConfig]):
     name = "kto"
     Config = NoConfig
     stage = "preference"
-
-    def expand(self) -> dict[str, object]:
-        """Fields of a `preference` stage."""
-        return {
-            "preference_loss": {
-                "name": "kto",
-                "beta": 0.1,
-                "desirable_weight": 1.0,
-                "undesirable_weight": 1.0,
-            },
-            "batch_size": 32,
-        }
+    fields = {
+        "preference_loss": {
+            "name": "kto",
+            "beta": 0.1,
+            "desirable_weight": 1.0,
+            "undesirable_weight": 1.0,
+        },
+        "batch_size": 32,
+    }

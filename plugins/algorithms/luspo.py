@@ -17,17 +17,14 @@ class Luspo(Algorithm[NoConfig]):
     name = "luspo"
     Config = NoConfig
     variant_of = "gspo"
-
-    def expand(self) -> dict[str, object]:
-        """Fields of an `rl` stage."""
-        return {
-            "advantage": "grpo",
-            "policy_loss": {
-                "name": "gspo",
-                "clip_low": 3e-4,
-                "clip_high": 4e-4,
-                "allow_any_agg": True,
-            },
-            "aggregator": "seq-mean-token-sum",
-            "kl": {"controller": {"name": "fixed", "coef": 0.0}},
-        }
+    fields = {
+        "advantage": "grpo",
+        "policy_loss": {
+            "name": "gspo",
+            "clip_low": 3e-4,
+            "clip_high": 4e-4,
+            "allow_any_agg": True,
+        },
+        "aggregator": "seq-mean-token-sum",
+        "kl": {"controller": {"name": "fixed", "coef": 0.0}},
+    }

@@ -17,15 +17,12 @@ class Mopd(Algorithm[NoConfig]):
 
     name = "mopd"
     Config = NoConfig
-
-    def expand(self) -> dict[str, object]:
-        """Fields of an `rl` stage."""
-        return {
-            "advantage": "zero",
-            "advantage_transform": {"name": "opd", "coef": 1.0, "gamma": 0.0},
-            "policy_loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2},
-            "teacher_routing": {"by": "dataset", "unknown": "error"},
-            "aggregator": "token-mean",
-            "kl": {"controller": {"name": "fixed", "coef": 0.0}},
-            "rewards": [],
-        }
+    fields = {
+        "advantage": "zero",
+        "advantage_transform": {"name": "opd", "coef": 1.0, "gamma": 0.0},
+        "policy_loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2},
+        "teacher_routing": {"by": "dataset", "unknown": "error"},
+        "aggregator": "token-mean",
+        "kl": {"controller": {"name": "fixed", "coef": 0.0}},
+        "rewards": [],
+    }

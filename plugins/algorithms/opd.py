@@ -15,14 +15,11 @@ class Opd(Algorithm[NoConfig]):
 
     name = "opd"
     Config = NoConfig
-
-    def expand(self) -> dict[str, object]:
-        """Fields of an `rl` stage."""
-        return {
-            "advantage": "zero",
-            "advantage_transform": {"name": "opd", "coef": 1.0, "gamma": 0.0},
-            "policy_loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2},
-            "aggregator": "token-mean",
-            "kl": {"controller": {"name": "fixed", "coef": 0.0}},
-            "rewards": [],
-        }
+    fields = {
+        "advantage": "zero",
+        "advantage_transform": {"name": "opd", "coef": 1.0, "gamma": 0.0},
+        "policy_loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2},
+        "aggregator": "token-mean",
+        "kl": {"controller": {"name": "fixed", "coef": 0.0}},
+        "rewards": [],
+    }

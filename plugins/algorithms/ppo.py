@@ -15,18 +15,15 @@ class Ppo(Algorithm[NoConfig]):
 
     name = "ppo"
     Config = NoConfig
-
-    def expand(self) -> dict[str, object]:
-        """Fields of an `rl` stage."""
-        return {
-            "advantage": {"name": "gae", "lam": 0.95, "whiten": "tokens"},
-            "policy_loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2},
-            "aggregator": "token-mean",
-            "kl": {
-                "estimator": "k1",
-                "controller": {"name": "adaptive", "coef": 0.2, "target": 6.0, "horizon": 10000},
-                "place": "reward",
-            },
-            "critic": {"clip": 0.2, "epochs": 4},
-            "epochs": 4,
-        }
+    fields = {
+        "advantage": {"name": "gae", "lam": 0.95, "whiten": "tokens"},
+        "policy_loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2},
+        "aggregator": "token-mean",
+        "kl": {
+            "estimator": "k1",
+            "controller": {"name": "adaptive", "coef": 0.2, "target": 6.0, "horizon": 10000},
+            "place": "reward",
+        },
+        "critic": {"clip": 0.2, "epochs": 4},
+        "epochs": 4,
+    }

@@ -15,14 +15,11 @@ class PpoPenalty(Algorithm[NoConfig]):
 
     name = "ppo_penalty"
     Config = NoConfig
-
-    def expand(self) -> dict[str, object]:
-        """Fields of an `rl` stage."""
-        return {
-            "advantage": {"name": "gae", "lam": 0.95},
-            "policy_loss": "ppo_penalty",
-            "aggregator": "token-mean",
-            "kl": {"controller": {"name": "fixed", "coef": 0.0}},
-            "critic": {"epochs": 4},
-            "epochs": 4,
-        }
+    fields = {
+        "advantage": {"name": "gae", "lam": 0.95},
+        "policy_loss": "ppo_penalty",
+        "aggregator": "token-mean",
+        "kl": {"controller": {"name": "fixed", "coef": 0.0}},
+        "critic": {"epochs": 4},
+        "epochs": 4,
+    }

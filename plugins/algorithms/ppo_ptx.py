@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from posttrain.core.contracts import Algorithm, NoConfig
+from posttrain.plugins.algorithms.ppo import Ppo
 
 
-class PpoPtx(Algorithm[NoConfig]):
+class PpoPtx(Ppo):
     """L = PPO's loss + 27.8 * NLL of pre-training examples, each divided by its own token count.
 
     KL in the reward with a fixed coefficient of 0.02. `ptx.path` names the pre-training texts; by
@@ -14,22 +14,15 @@ class PpoPtx(Algorithm[NoConfig]):
     """
 
     name = "ppo_ptx"
-    Config = NoConfig
-
-    def expand(self) -> dict[str, object]:
-        """Fields of an `rl` stage."""
-        return {
-            "advantage": {"name": "gae", "lam": 0.95, "whiten": "tokens"},
-            "policy_loss": [
-                {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2},
-                {"name": "ptx", "coef": 27.8, "aggregator": "token-mean"},
-            ],
-            "aggregator": "token-mean",
-            "kl": {
-                "estimator": "k1",
-                "controller": {"name": "fixed", "coef": 0.02},
-                "place": "reward",
-            },
-            "critic": {"clip": 0.2, "epochs": 4},
-            "epochs": 4,
-        }
+    fields = {
+        **Ppo.fields,
+        "policy_loss": [
+            {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2},
+            {"name": "ptx", "coef": 27.8, "aggregator": "token-mean"},
+        ],
+        "kl": {
+            "estimator": "k1",
+            "controller": {"name": "fixed", "coef": 0.02},
+            "place": "reward",
+        },
+    }

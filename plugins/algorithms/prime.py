@@ -16,14 +16,11 @@ class Prime(Algorithm[NoConfig]):
 
     name = "prime"
     Config = NoConfig
-
-    def expand(self) -> dict[str, object]:
-        """Fields of an `rl` stage."""
-        return {
-            "advantage": {"name": "prime", "process_coef": 5.0, "outcome_coef": 5.0},
-            "implicit_prm": {"beta": 0.05},
-            "policy_loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2},
-            "aggregator": "token-mean",
-            "kl": {"controller": {"name": "fixed", "coef": 0.0}},
-            "rewards": ["accuracy"],
-        }
+    fields = {
+        "advantage": {"name": "prime", "process_coef": 5.0, "outcome_coef": 5.0},
+        "implicit_prm": {"beta": 0.05},
+        "policy_loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2},
+        "aggregator": "token-mean",
+        "kl": {"controller": {"name": "fixed", "coef": 0.0}},
+        "rewards": ["accuracy"],
+    }

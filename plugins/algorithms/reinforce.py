@@ -14,12 +14,9 @@ class Reinforce(Algorithm[NoConfig]):
 
     name = "reinforce"
     Config = NoConfig
-
-    def expand(self) -> dict[str, object]:
-        """Fields of an `rl` stage."""
-        return {
-            "advantage": "reinforce_baseline",
-            "policy_loss": "vanilla_pg",
-            "aggregator": "seq-mean-token-sum",
-            "kl": {"controller": {"name": "fixed", "coef": 0.0}},
-        }
+    fields = {
+        "advantage": "reinforce_baseline",
+        "policy_loss": "vanilla_pg",
+        "aggregator": "seq-mean-token-sum",
+        "kl": {"controller": {"name": "fixed", "coef": 0.0}},
+    }

@@ -13,16 +13,13 @@ class ReinforcePp(Algorithm[NoConfig]):
 
     name = "reinforce_pp"
     Config = NoConfig
-
-    def expand(self) -> dict[str, object]:
-        """Fields of an `rl` stage."""
-        return {
-            "advantage": "reinforce_pp",
-            "policy_loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2},
-            "aggregator": "token-mean",
-            "kl": {
-                "estimator": "k1",
-                "controller": {"name": "fixed", "coef": 0.01},
-                "place": "reward",
-            },
-        }
+    fields = {
+        "advantage": "reinforce_pp",
+        "policy_loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2},
+        "aggregator": "token-mean",
+        "kl": {
+            "estimator": "k1",
+            "controller": {"name": "fixed", "coef": 0.01},
+            "place": "reward",
+        },
+    }

@@ -14,12 +14,9 @@ class Remax(Algorithm[NoConfig]):
 
     name = "remax"
     Config = NoConfig
-
-    def expand(self) -> dict[str, object]:
-        """Fields of an `rl` stage."""
-        return {
-            "advantage": "remax",
-            "policy_loss": "vanilla_pg",
-            "aggregator": "seq-mean-token-sum",
-            "kl": {"controller": {"name": "fixed", "coef": 0.0}},
-        }
+    fields = {
+        "advantage": "remax",
+        "policy_loss": "vanilla_pg",
+        "aggregator": "seq-mean-token-sum",
+        "kl": {"controller": {"name": "fixed", "coef": 0.0}},
+    }

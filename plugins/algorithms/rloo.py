@@ -14,16 +14,13 @@ class Rloo(Algorithm[NoConfig]):
 
     name = "rloo"
     Config = NoConfig
-
-    def expand(self) -> dict[str, object]:
-        """Fields of an `rl` stage."""
-        return {
-            "advantage": "rloo",
-            "policy_loss": "vanilla_pg",
-            "aggregator": "seq-mean-token-sum",
-            "kl": {
-                "estimator": "k1",
-                "controller": {"name": "fixed", "coef": 0.03},
-                "place": "reward",
-            },
-        }
+    fields = {
+        "advantage": "rloo",
+        "policy_loss": "vanilla_pg",
+        "aggregator": "seq-mean-token-sum",
+        "kl": {
+            "estimator": "k1",
+            "controller": {"name": "fixed", "coef": 0.03},
+            "place": "reward",
+        },
+    }

@@ -14,12 +14,9 @@ class Sapo(Algorithm[NoConfig]):
 
     name = "sapo"
     Config = NoConfig
-
-    def expand(self) -> dict[str, object]:
-        """Fields of an `rl` stage."""
-        return {
-            "advantage": "grpo",
-            "policy_loss": {"name": "sapo", "tau_pos": 1.0, "tau_neg": 1.05},
-            "aggregator": "seq-mean-token-mean",
-            "kl": {"controller": {"name": "fixed", "coef": 0.0}},
-        }
+    fields = {
+        "advantage": "grpo",
+        "policy_loss": {"name": "sapo", "tau_pos": 1.0, "tau_neg": 1.05},
+        "aggregator": "seq-mean-token-mean",
+        "kl": {"controller": {"name": "fixed", "coef": 0.0}},
+    }

@@ -17,24 +17,21 @@ class Sdft(Algorithm[NoConfig]):
 
     name = "sdft"
     Config = NoConfig
-
-    def expand(self) -> dict[str, object]:
-        """Fields of an `rl` stage."""
-        return {
-            "advantage": "zero",
-            "policy_loss": None,
-            "distillation": {
-                "name": "gkd",
-                "divergence": "jsd",
-                "beta": 0.5,
-                "support": "topk",
-                "of": "student",
-                "top_k": 100,
-                "rest": "renorm",
-                "ratio_cap": 2.0,
-            },
-            "teachers": {"self": {"policy": {"weights": "base", "context": "worked"}}},
-            "aggregator": "seq-mean-token-mean",
-            "kl": {"controller": {"name": "fixed", "coef": 0.0}},
-            "rewards": [],
-        }
+    fields = {
+        "advantage": "zero",
+        "policy_loss": None,
+        "distillation": {
+            "name": "gkd",
+            "divergence": "jsd",
+            "beta": 0.5,
+            "support": "topk",
+            "of": "student",
+            "top_k": 100,
+            "rest": "renorm",
+            "ratio_cap": 2.0,
+        },
+        "teachers": {"self": {"policy": {"weights": "base", "context": "worked"}}},
+        "aggregator": "seq-mean-token-mean",
+        "kl": {"controller": {"name": "fixed", "coef": 0.0}},
+        "rewards": [],
+    }

@@ -15,13 +15,10 @@ class Trpo(Algorithm[NoConfig]):
 
     name = "trpo"
     Config = NoConfig
-
-    def expand(self) -> dict[str, object]:
-        """Fields of an `rl` stage."""
-        return {
-            "advantage": {"name": "gae", "lam": 0.95},
-            "policy_loss": {"name": "trpo", "delta": 0.01, "damping": 0.1, "cg_iters": 10},
-            "aggregator": "token-mean",
-            "kl": {"controller": {"name": "fixed", "coef": 0.0}},
-            "critic": {},
-        }
+    fields = {
+        "advantage": {"name": "gae", "lam": 0.95},
+        "policy_loss": {"name": "trpo", "delta": 0.01, "damping": 0.1, "cg_iters": 10},
+        "aggregator": "token-mean",
+        "kl": {"controller": {"name": "fixed", "coef": 0.0}},
+        "critic": {},
+    }

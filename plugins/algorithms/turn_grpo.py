@@ -15,12 +15,9 @@ class TurnGrpo(Algorithm[NoConfig]):
 
     name = "turn_grpo"
     Config = NoConfig
-
-    def expand(self) -> dict[str, object]:
-        """Fields of an `rl` stage."""
-        return {
-            "advantage": "turn_grpo",
-            "policy_loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2},
-            "aggregator": "seq-mean-token-mean",
-            "kl": {"controller": {"name": "fixed", "coef": 0.0}},
-        }
+    fields = {
+        "advantage": "turn_grpo",
+        "policy_loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2},
+        "aggregator": "seq-mean-token-mean",
+        "kl": {"controller": {"name": "fixed", "coef": 0.0}},
+    }

@@ -15,16 +15,13 @@ class Vapo(Algorithm[NoConfig]):
 
     name = "vapo"
     Config = NoConfig
-
-    def expand(self) -> dict[str, object]:
-        """Fields of an `rl` stage."""
-        return {
-            "advantage": "decoupled_gae",
-            "policy_loss": [
-                {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.28},
-                {"name": "positive_lm", "coef": 0.1, "aggregator": "token-mean"},
-            ],
-            "aggregator": "token-mean",
-            "kl": {"controller": {"name": "fixed", "coef": 0.0}},
-            "critic": {"pretrain_steps": 50},
-        }
+    fields = {
+        "advantage": "decoupled_gae",
+        "policy_loss": [
+            {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.28},
+            {"name": "positive_lm", "coef": 0.1, "aggregator": "token-mean"},
+        ],
+        "aggregator": "token-mean",
+        "kl": {"controller": {"name": "fixed", "coef": 0.0}},
+        "critic": {"pretrain_steps": 50},
+    }

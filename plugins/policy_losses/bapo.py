@@ -96,10 +96,9 @@ class BapoLoss(PolicyLoss[BapoConfig]):
     ) -> TokenLoss:
         """Loss [B, T] under the bounds that `prepare` found."""
         assert prepared is not None, "bapo needs what its prepare returns"
-        mask, clamp = micro.mask, self.config.ratio_clamp
+        mask, bound = micro.mask, self.config.ratio_clamp
         advantages = masked(micro.column("advantages"), mask)
-        log_ratio = ratios.log_ratios(logprobs, micro.column("old_logprobs"), mask)
-        log_ratio = ratios.clamped(log_ratio, clamp)
+        log_ratio = ratios.log_ratios(logprobs, micro.column("old_logprobs"), mask, bound)
         ratio = log_ratio.exp()
         low, high = prepared.scalars["bapo/c_low"], prepared.scalars["bapo/c_high"]
         loss = ratios.clipped_loss(ratio, advantages, low, high)

@@ -95,8 +95,8 @@ class ClipCovLoss(PolicyLoss[ClipCovConfig]):
         return TokenLoss(loss, mask, metrics, ratio)
 
     def _log_ratio(self, logprobs: Tensor, batch: RolloutBatch) -> Tensor:
-        log_ratio = ratios.log_ratios(logprobs, batch.column("old_logprobs"), batch.mask)
-        return ratios.clamped(log_ratio, self.config.ratio_clamp)
+        old, bound = batch.column("old_logprobs"), self.config.ratio_clamp
+        return ratios.log_ratios(logprobs, old, batch.mask, bound)
 
     def _bounds(self) -> tuple[float, float]:
         return 1 - self.config.clip_low, 1 + self.config.clip_high

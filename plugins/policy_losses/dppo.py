@@ -65,7 +65,7 @@ class DppoLoss(AnchoredLoss[DppoConfig]):
         advantages = masked(micro.column("advantages"), mask)
         behaviour = self.anchor_logprobs(micro)
         new, old = masked(logprobs, mask), masked(behaviour, mask)
-        log_ratio = ratios.clamped(ratios.log_ratios(logprobs, behaviour, mask), config.ratio_clamp)
+        log_ratio = ratios.log_ratios(logprobs, behaviour, mask, config.ratio_clamp)
         ratio = log_ratio.exp()
         divergence = self._divergence(new.detach().exp(), old.exp(), log_ratio.detach())
         rises, shift = advantages > 0, new.detach() - old

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import AnchoredConfig, AnchoredLoss, Prepared, TokenLoss
-from posttrain.core.math.ratios import clamped, kl_metrics, log_ratios
+from posttrain.core.math.ratios import kl_metrics, log_ratios
 
 
 class DriftConfig(AnchoredConfig):
@@ -45,6 +45,6 @@ class DriftLoss(AnchoredLoss[DriftConfig]):
     ) -> TokenLoss:
         """Loss [B, T], with the KL from the anchor as metrics."""
         mask = micro.mask
-        by_token = log_ratios(logprobs, self.anchor_logprobs(micro), mask)
-        log_ratio = clamped(by_token, self.config.ratio_clamp)
+        bound = self.config.ratio_clamp
+        log_ratio = log_ratios(logprobs, self.anchor_logprobs(micro), mask, bound)
         return TokenLoss(log_ratio.square(), mask, kl_metrics(log_ratio, mask))

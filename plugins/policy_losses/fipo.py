@@ -66,8 +66,8 @@ class FipoLoss(PolicyLoss[FipoConfig]):
         """Loss [B, T], with the weight f, ratio, clip fractions and KL as metrics."""
         config, mask = self.config, micro.mask
         advantages = masked(micro.column("advantages"), mask)
-        by_token = ratios.log_ratios(logprobs, micro.column("old_logprobs"), mask)
-        log_ratio = ratios.clamped(by_token, config.ratio_clamp)
+        old, bound = micro.column("old_logprobs"), config.ratio_clamp
+        log_ratio = ratios.log_ratios(logprobs, old, mask, bound)
         ratio = log_ratio.exp()
         weight = self.future_weight(log_ratio.detach(), advantages)
         bounds = 1 - config.clip_low, 1 + config.clip_high, config.dual_clip_c

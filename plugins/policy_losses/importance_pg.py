@@ -7,14 +7,10 @@ from torch import Tensor
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import AnchoredConfig, AnchoredLoss, Prepared, TokenLoss
 from posttrain.core.math.masking import masked
-from posttrain.core.math.ratios import clamped, log_ratios, ratio_metrics
+from posttrain.core.math.ratios import log_ratios, ratio_metrics
 
 
-class ImportancePgConfig(AnchoredConfig):
-    """Settings of `importance_pg`."""
-
-
-class ImportancePgLoss(AnchoredLoss[ImportancePgConfig]):
+class ImportancePgLoss(AnchoredLoss[AnchoredConfig]):
     """l = -A r, r = exp(logprobs - old_logprobs): the surrogate that PPO and TRPO bound.
 
     All tensors are [B, T]. The gradient in a token's log-prob is -r A, never cut.
@@ -23,7 +19,7 @@ class ImportancePgLoss(AnchoredLoss[ImportancePgConfig]):
 
     name = "importance_pg"
     idle_at_zero = True
-    Config = ImportancePgConfig
+    Config = AnchoredConfig
 
     def token_loss(
         self, logprobs: Tensor, micro: RolloutBatch, prepared: Prepared | None = None
@@ -31,8 +27,7 @@ class ImportancePgLoss(AnchoredLoss[ImportancePgConfig]):
         """Loss [B, T], with ratio and KL to the anchor as metrics."""
         config, mask = self.config, micro.mask
         advantages = masked(micro.column("advantages"), mask)
-        behaviour = self.anchor_logprobs(micro)
-        log_ratio = clamped(log_ratios(logprobs, behaviour, mask), config.ratio_clamp)
+        log_ratio = log_ratios(logprobs, self.anchor_logprobs(micro), mask, config.ratio_clamp)
         ratio = log_ratio.exp()
         metrics = ratio_metrics(ratio, log_ratio, mask)
         return TokenLoss(-advantages * ratio, mask, metrics, ratio)

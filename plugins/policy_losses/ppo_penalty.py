@@ -50,12 +50,9 @@ class PpoPenaltyLoss(PolicyLoss[PpoPenaltyConfig]):
         self, logprobs: Tensor, micro: RolloutBatch, prepared: Prepared | None = None
     ) -> TokenLoss:
         """Loss [B, T], with ratio, KL to the old policy and beta as metrics."""
-        mask = micro.mask
+        mask, bound = micro.mask, self.config.ratio_clamp
         advantages = masked(micro.column("advantages"), mask)
-        log_ratio = ratios.clamped(
-            ratios.log_ratios(logprobs, micro.column("old_logprobs"), mask),
-            self.config.ratio_clamp,
-        )
+        log_ratio = ratios.log_ratios(logprobs, micro.column("old_logprobs"), mask, bound)
         ratio = log_ratio.exp()
         loss = self.beta * (log_ratio.expm1() - log_ratio) - advantages * ratio
         metrics = ratios.ratio_metrics(ratio, log_ratio, mask)

@@ -77,7 +77,7 @@ class RefKlLoss(AnchoredLoss[RefKlConfig]):
         config, teacher = self.config, micro.column("teacher_logprobs")
         mask = masked(taught(micro), ~teacher.isnan())
         behaviour = self.anchor_logprobs(micro)
-        log_ratio = ratios.clamped(ratios.log_ratios(logprobs, behaviour, mask), config.ratio_clamp)
+        log_ratio = ratios.log_ratios(logprobs, behaviour, mask, config.ratio_clamp)
         ratio = log_ratio.exp()
         gap = (masked(teacher.to(logprobs), mask) - masked(logprobs, mask)).detach()
         metrics = {"distil/reverse_kl": -gap, **ratios.ratio_metrics(ratio, log_ratio, mask)}

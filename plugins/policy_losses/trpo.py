@@ -58,12 +58,9 @@ class TrpoLoss(PolicyLoss[TrpoConfig]):
         self, logprobs: Tensor, micro: RolloutBatch, prepared: Prepared | None = None
     ) -> TokenLoss:
         """Surrogate loss [B, T], with ratio and KL to the old policy as metrics."""
-        mask = micro.mask
+        mask, bound = micro.mask, self.config.ratio_clamp
         advantages = masked(micro.column("advantages"), mask)
-        log_ratio = ratios.clamped(
-            ratios.log_ratios(logprobs, micro.column("old_logprobs"), mask),
-            self.config.ratio_clamp,
-        )
+        log_ratio = ratios.log_ratios(logprobs, micro.column("old_logprobs"), mask, bound)
         ratio = log_ratio.exp()
         metrics = ratios.ratio_metrics(ratio, log_ratio, mask)
         return TokenLoss(-advantages * ratio, mask, metrics, ratio)

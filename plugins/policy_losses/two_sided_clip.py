@@ -8,7 +8,7 @@ from torch import Tensor
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import AnchoredConfig, AnchoredLoss, Prepared, TokenLoss
 from posttrain.core.math.masking import masked
-from posttrain.core.math.ratios import clamped, log_ratios, ratio_metrics
+from posttrain.core.math.ratios import log_ratios, ratio_metrics
 
 
 class TwoSidedClipConfig(AnchoredConfig):
@@ -51,8 +51,7 @@ class TwoSidedClipLoss(AnchoredLoss[TwoSidedClipConfig]):
         """Loss [B, T], with ratio, clip fractions and KL to the anchor as metrics."""
         config, mask = self.config, micro.mask
         advantages = masked(micro.column("advantages"), mask)
-        by_token = log_ratios(logprobs, self.anchor_logprobs(micro), mask)
-        log_ratio = clamped(by_token, config.ratio_clamp)
+        log_ratio = log_ratios(logprobs, self.anchor_logprobs(micro), mask, config.ratio_clamp)
         ratio = log_ratio.exp()
         held = ratio.detach()
         over, under = held > config.high, held < config.low

@@ -17,7 +17,7 @@ import pytest
 from mlflow import MlflowClient
 
 from posttrain.core.kit.tiny import make_tiny_model
-from posttrain.core.training.checkpoint import newest_checkpoint
+from posttrain.core.training.checkpoint import complete_checkpoints
 from tests.helpers.pipeline import (
     Finished,
     prepared,
@@ -154,8 +154,7 @@ def test_a_damaged_checkpoint_is_never_continued_or_passed_over(
     process.kill()
     process.wait()
     (stage,) = (home / "checkpoints").iterdir()
-    newest = newest_checkpoint(stage)
-    assert newest is not None
+    newest = complete_checkpoints(stage)[0]
     weights = min(newest.rglob("whole.safetensors"))
     kept = weights.read_bytes()
     weights.write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.store.manifests import file_digest, tree_digests
-from posttrain.core.training.checkpoint import newest_checkpoint
+from posttrain.core.training.checkpoint import complete_checkpoints
 from tests.helpers.pipeline import (
     Finished,
     prepared,
@@ -179,8 +179,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     process.kill()
     process.wait()
     (root,) = (home / "checkpoints").iterdir()
-    newest = newest_checkpoint(root)
-    assert newest is not None
+    newest = complete_checkpoints(root)[0]
     weights = min(newest.rglob("whole.safetensors"))
     kept = weights.read_bytes()
     weights.write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))

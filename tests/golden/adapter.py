@@ -43,16 +43,16 @@ from posttrain.core.contracts import (
 from posttrain.core.kit.batches import build_batch
 from posttrain.core.math import groups
 from posttrain.core.math.alignment import align, members, products, whole_groups
-from posttrain.core.math.correction import mismatch_metrics, perplexity_metrics, share
+from posttrain.core.math.correction import mismatch_metrics, share
 from posttrain.core.math.divergence import divergence, gathered, relative_entropy
 from posttrain.core.math.groups import outcome_rewards
 from posttrain.core.math.masking import row_means
+from posttrain.core.math.nucleus import Cut
 from posttrain.core.math.preference import FDivergence
 from posttrain.core.math.returns import rewards_to_go, value_loss
 from posttrain.core.math.shaping import (
     repetition_penalty,
     resampling_weights,
-    shaped_rewards,
     soft_overlong,
 )
 from posttrain.core.math.teacher_gap import teacher_gap
@@ -65,7 +65,7 @@ from posttrain.core.rewards.scoring import (
     weighted_sum,
 )
 from posttrain.core.rewards.shaping import place_on_last_token, subtract_kl
-from posttrain.core.training.logprobs import entropy_of_logits
+from posttrain.core.training.logprobs import cut_logprobs
 from posttrain.core.training.metrics import MetricSums
 from posttrain.core.training.objective import LossTerm, MicroLoss, Objective, PreparedMini
 from posttrain.core.training.preference_objective import (
@@ -242,15 +242,18 @@ VERL_MISMATCH = {
     "mismatch/ppl_ratio": "ppl_ratio",
     "mismatch/chi2_token": "chi2_token",
     "mismatch/chi2_seq": "chi2_seq",
-    "mismatch/trainer_ppl": "training_ppl",
-    "mismatch/trainer_log_ppl": "training_log_ppl",
-    "mismatch/engine_ppl": "rollout_ppl",
-    "mismatch/engine_log_ppl": "rollout_log_ppl",
-    "mismatch/log_ppl_diff": "log_ppl_diff",
-    "mismatch/log_ppl_abs_diff": "log_ppl_abs_diff",
-    "mismatch/log_ppl_diff_max": "log_ppl_diff_max",
-    "mismatch/log_ppl_diff_min": "log_ppl_diff_min",
 }
+VERL_ALONE = {
+    "training_ppl",
+    "training_log_ppl",
+    "rollout_ppl",
+    "rollout_log_ppl",
+    "log_ppl_diff",
+    "log_ppl_abs_diff",
+    "log_ppl_diff_max",
+    "log_ppl_diff_min",
+}
+"""Metrics of verl's that we do not have: `ppl_ratio` and `kl` say what they do."""
 
 
 def verl_correction_metrics(
@@ -275,10 +278,7 @@ def verl_mismatch_metrics(
     trainer: Tensor, engine: Tensor, mask: Tensor, prefix: str = ""
 ) -> dict[str, float]:
     """Our diagnostics under verl's names."""
-    found = {
-        **mismatch_metrics(trainer, engine, mask, count_empty_seqs=True),
-        **perplexity_metrics(trainer, engine, mask, count_empty_seqs=True),
-    }
+    found = mismatch_metrics(trainer, engine, mask, count_empty_seqs=True)
     return {prefix + name: found[ours] for ours, name in VERL_MISMATCH.items()}
 
 
@@ -409,7 +409,7 @@ def run_dapo_overlong(case: Case) -> Outputs:
         factor=params["penalty_factor"],
         floor=None,
     )
-    return {"rewards": shaped_rewards(x["scores"], penalty), "overlong_reward": penalty}
+    return {"rewards": x["scores"] + penalty, "overlong_reward": penalty}
 
 
 def run_trl_overlong(case: Case) -> Outputs:
@@ -794,10 +794,18 @@ def run_agg_loss(case: Case) -> Outputs:
     return {"loss": loss, "grad_loss_mat": grad}
 
 
+def entropy_of(logits: Tensor) -> Tensor:
+    """Entropy [B, T] of `logits` [B, T, V] as training has it: of an output layer that is 1."""
+    rows = logits.flatten(0, -2)
+    head = torch.eye(rows.shape[1]).to(rows)
+    targets = torch.zeros(len(rows), dtype=torch.int64)
+    return cut_logprobs(rows, head, targets, Cut())[1].view(logits.shape[:-1])
+
+
 def run_entropy_loss(case: Case) -> Outputs:
     x, params = inputs_of(case), case["params"]
     logits = x["logits"].requires_grad_()
-    loss = aggregate(entropy_of_logits(logits), x["response_mask"], params["loss_agg_mode"], {})
+    loss = aggregate(entropy_of(logits), x["response_mask"], params["loss_agg_mode"], {})
     (grad,) = torch.autograd.grad(loss, logits)
     return {"loss": loss, "grad_logits": grad}
 
@@ -1660,7 +1668,7 @@ def run_chunked_divergence(case: Case) -> Outputs:
         for z in (logits, x["teacher_logits"])
     ]
     found = distilled(bent[0], divergence_fields(params["beta"]), x["mask"], logits=bent[1])
-    entropy = entropy_of_logits(bent[0].detach())
+    entropy = entropy_of(bent[0].detach())
     outputs = grad_of(reduced(found, params), logits)
     outputs["metrics"] = {
         "entropy_sum": (entropy * x["mask"]).sum(),

@@ -23,12 +23,13 @@ from transformers import (
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.config.sections import OptimizerSection
 from posttrain.core.data.tokens import response_batch
+from posttrain.core.math.nucleus import Cut
 from posttrain.core.models import stream_attention
 from posttrain.core.models import stream_attention as flex_stream
 from posttrain.core.models.layers import compile_layers
 from posttrain.core.models.stream_attention import use_stream_attention
 from posttrain.core.training.forward import response_states
-from posttrain.core.training.logprobs import token_logprobs, why_plain
+from posttrain.core.training.logprobs import cut_logprobs, why_plain
 from posttrain.core.training.optim import MasterOptimizer
 
 pytestmark = [
@@ -84,7 +85,7 @@ def make_batch(shape: str) -> RolloutBatch:
 
 
 def logprobs_of(model: PreTrainedModel, hidden: Tensor, targets: Tensor) -> Tensor:
-    return token_logprobs(hidden, model.get_output_embeddings().weight, targets)[0]
+    return cut_logprobs(hidden, model.get_output_embeddings().weight, targets, Cut())[0]
 
 
 def whole(model: PreTrainedModel, batch: RolloutBatch, shape: str) -> Tensor:
@@ -210,7 +211,8 @@ def test_the_head_s_kernels_give_what_plain_operations_do_on_a_cpu(temperature: 
 
     def found(device: str, dtype: torch.dtype) -> list[Tensor]:
         given = [x.to(device, dtype, copy=True).requires_grad_() for x in (hidden, weight)]
-        values = token_logprobs(*given, targets.to(device), temperature=temperature)
+        given_targets = targets.to(device)
+        values = cut_logprobs(*given, given_targets, Cut(), temperature=temperature)[:2]
         (values[0].sum() + 0.1 * values[1].sum()).backward()  # type: ignore[no-untyped-call]
         results = [*values, *(x.grad for x in given if x.grad is not None)]
         return [x.detach().cpu().double() for x in results]

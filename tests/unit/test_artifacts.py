@@ -19,8 +19,8 @@ from posttrain.core.store.identity import identity_of, stage_parts
 from posttrain.core.store.manifests import MANIFEST, digests_below, tree_digests
 from posttrain.core.training.checkpoint import (
     LoopState,
+    complete_checkpoints,
     load_checkpoint,
-    newest_checkpoint,
     read_step,
     save_checkpoint,
 )
@@ -251,12 +251,12 @@ def test_a_damaged_or_foreign_checkpoint_is_refused_never_skipped(tmp_path: Path
 
 def test_the_newest_complete_checkpoint_is_found(tmp_path: Path) -> None:
     optimizer = make_optimizer(0)
-    assert newest_checkpoint(tmp_path) is None
+    assert complete_checkpoints(tmp_path) == []
     for step in (2, 10):
         save_checkpoint(tmp_path / f"step-{step:06d}", optimizer, LoopState(step, {}, []))
     (tmp_path / "step-000011").mkdir()  # killed while it was written
-    newest = newest_checkpoint(tmp_path)
-    assert newest is not None and newest.name == "step-000010"
+    names = [folder.name for folder in complete_checkpoints(tmp_path)]
+    assert names == ["step-000010", "step-000002"]
 
 
 def test_a_full_disk_is_told_before_anything_is_written(tmp_path: Path) -> None:

@@ -20,11 +20,12 @@ from posttrain.core.batch import RolloutBatch
 from posttrain.core.config.sections import OptimizerSection
 from posttrain.core.contracts import Aggregator, KlEstimator, PolicyLoss
 from posttrain.core.kit.tiny import make_tiny_model
+from posttrain.core.math.nucleus import Cut
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.training.columns import ColumnFiller
 from posttrain.core.training.forward import response_logprobs
 from posttrain.core.training.learner import Learner
-from posttrain.core.training.logprobs import token_logprobs
+from posttrain.core.training.logprobs import cut_logprobs
 from posttrain.core.training.metrics import MetricSums
 from posttrain.core.training.objective import LossTerm, Objective
 from posttrain.core.training.optim import MasterOptimizer, schedule_factor
@@ -97,7 +98,7 @@ def test_chunked_log_probs_and_entropy_have_exact_gradients() -> None:
     targets = torch.randint(11, (7,))
 
     def chunked(h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        return token_logprobs(h, w, targets, temperature=0.7, chunk=3)
+        return cut_logprobs(h, w, targets, Cut(), temperature=0.7, chunk=3)[:2]
 
     logp = torch.log_softmax(hidden @ weight.t() / 0.7, dim=-1)
     values, entropy = chunked(hidden, weight)

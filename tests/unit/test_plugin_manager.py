@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from posttrain.core.contracts import Aggregator, KlController, NoConfig, Reward
+from posttrain.core.contracts import Aggregator, Algorithm, KlController, NoConfig, Reward
 from posttrain.core.errors import ConfigError
 from posttrain.core.hooks import hookimpl
 from posttrain.core.kit.new import package_of, write_new
@@ -117,6 +117,10 @@ class Bare(Aggregator[Any]):
     def weights(self, mask: object, counts: object) -> Any: ...
 
 
+class Empty(Algorithm[NoConfig]):
+    name, Config = "empty", NoConfig
+
+
 @pytest.mark.parametrize(
     ("offered", "says"),
     [
@@ -131,6 +135,7 @@ class Bare(Aggregator[Any]):
         (changed(Config=NoConfig()), "has a value of type NoConfig .* as its Config"),
         (changed(Config=Loose), "has the Config Loose, which derives from BaseModel: derive it"),
         (Bare, "has the Config NoConfig, .*: derive it from AggregatorConfig of"),
+        (Empty, "sets no fields of a stage: write them in it, such as fields = "),
         (Misspelt, r"lacks what Reward asks for: define score\(self, samples\) .it has 'scores'"),
     ],
 )

@@ -12,7 +12,6 @@ from posttrain.core.data.tool_calls import (
     TOOL_CALL_FORMS,
     parse_assistant,
     tool_call_form,
-    write_tool_call,
     write_tool_calls,
 )
 from posttrain.core.types import Message, ToolCall
@@ -62,7 +61,7 @@ def test_any_text_is_read_without_an_error(form: str, text: str, opened: bool) -
     for call in found.tool_calls:
         assert call.name and isinstance(call.arguments, dict)
         if form != "none":
-            write_tool_call(call, form).encode()
+            write_tool_calls((call,), form).encode()
 
 
 @pytest.mark.parametrize("form", [form for form in FORMS if form not in BARE])
@@ -78,7 +77,7 @@ def test_values_without_quotes_keep_their_types_as_the_schema_says(form: str) ->
     arguments: dict[str, Any] = {"n": 5, "s": "5", "t": "a\nb </tool_call> c", "o": {"x": [None]}}
     schema = {"properties": {"s": {"type": "string"}, "t": {"type": "string"}}}
     tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
-    text = write_tool_call(ToolCall("f", arguments), form)
+    text = write_tool_calls((ToolCall("f", arguments),), form)
     assert parse_assistant(text, form, tools=tools).tool_calls[0].arguments == arguments
     assert parse_assistant(text, form).tool_calls[0].arguments == arguments | {"s": 5}
 
@@ -100,7 +99,7 @@ ADD = ToolCall("add", {"a": 1})
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_call_is_written_as_the_family_writes_it(form: str) -> None:
-    assert write_tool_call(ADD, form) == SHOWN[form]
+    assert write_tool_calls((ADD,), form) == SHOWN[form]
     assert parse_assistant(SHOWN[form], form) == Message("assistant", tool_calls=(ADD,))
     assert write_tool_calls((), form) == ""
 
@@ -203,7 +202,7 @@ def test_the_form_is_guessed_from_the_template(form: str) -> None:
 def test_a_template_without_calls_has_the_form_none() -> None:
     assert tool_call_form("<|im_start|>{{ messages[0].content }}") == "none"
     with pytest.raises(ValueError, match="'none'"):
-        write_tool_call(ADD, "none")
+        write_tool_calls((ADD,), "none")
     with pytest.raises(ValueError, match="hermess"):
         parse_assistant("", "hermess")
 

@@ -18,7 +18,7 @@ from posttrain.core.store.lease import leased
 from posttrain.core.store.mirror import Mirror, mirror_of
 from posttrain.core.store.pushing import Pusher
 from posttrain.core.store.remote import DamagedObject, Remote, StoreAway
-from posttrain.core.training.checkpoint import newest_checkpoint
+from posttrain.core.training.checkpoint import complete_checkpoints
 from posttrain.core.training.remote_checkpoints import RemoteCheckpoints
 from tests.helpers.s3 import BUCKET, S3Server
 
@@ -151,16 +151,16 @@ def test_the_newest_whole_checkpoint_is_brought_and_old_ones_go(
     assert len(names) == 2 + 5, "two states, two tensors, and the record they share"
     warned: list[str] = []
     RemoteCheckpoints(mirror, there, 2, warned.append).bring()
-    newest = newest_checkpoint(there)
-    assert newest is not None and newest.name == "step-000003" and not warned
+    newest = complete_checkpoints(there)[0]
+    assert newest.name == "step-000003" and not warned
     assert (newest / "tensors.bin").read_bytes() == bytes([3]) * 1000
     assert (there / "replay/steps.jsonl").read_text() == "of steps\n"
     digest = remote.get_json("checkpoints/rl-1/step-000003.json")["files"]["tensors.bin"]
     remote.put(f"checkpoints/rl-1/files/{digest}", b"damaged")
     third = tmp_path / "c/rl-1"
     RemoteCheckpoints(mirror, third, 2, warned.append).bring()
-    newest = newest_checkpoint(third)
-    assert newest is not None and newest.name == "step-000002"
+    newest = complete_checkpoints(third)[0]
+    assert newest.name == "step-000002"
     assert len(warned) == 1 and "step 3 in the store is damaged" in warned[0]
     saved.forget()
     assert not mirror.pusher.wait(0)

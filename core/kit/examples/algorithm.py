@@ -14,12 +14,9 @@ class Example(Algorithm[NoConfig]):
 
     name = "example"
     Config = NoConfig
-
-    def expand(self) -> dict[str, object]:
-        """Fields of an `rl` stage, as in YAML."""
-        return {
-            "advantage": "grpo",
-            "policy_loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.28},
-            "aggregator": "token-mean",
-            "kl": {"controller": {"name": "fixed", "coef": 0.0}},
-        }
+    fields = {
+        "advantage": "grpo",
+        "policy_loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.28},
+        "aggregator": "token-mean",
+        "kl": {"controller": {"name": "fixed", "coef": 0.0}},
+    }

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from posttrain.core.math.correction import (
     effective_sample_size,
     mismatch_metrics,
-    perplexity_metrics,
 )
 from posttrain.core.tracking.metric_names import check_names
 
@@ -70,18 +69,6 @@ def test_the_numbers_of_three_tokens() -> None:
     check_names(got)
 
 
-def test_perplexities_are_of_rows() -> None:
-    got = perplexity_metrics(TRAINER, ENGINE, MASK)
-    trainer, engine = (math.sqrt(8), 2.0), (math.sqrt(8), 8.0)
-    assert got["mismatch/trainer_ppl"] == pytest.approx(sum(trainer) / 2)
-    assert got["mismatch/engine_ppl"] == pytest.approx(sum(engine) / 2)
-    assert got["mismatch/trainer_log_ppl"] == pytest.approx(sum(map(math.log, trainer)) / 2)
-    assert got["mismatch/log_ppl_diff"] == pytest.approx(-math.log(4) / 2)
-    assert got["mismatch/log_ppl_diff_min"] == pytest.approx(-math.log(4))
-    assert got["mismatch/log_ppl_diff_max"] == pytest.approx(0.0, abs=1e-12)
-    check_names(got)
-
-
 def test_rows_without_tokens_count_only_if_asked() -> None:
     empty = torch.zeros(1, 3, dtype=torch.float64)
     tensors = [torch.cat([x, empty]) for x in (TRAINER, ENGINE, MASK.double())]
@@ -89,8 +76,6 @@ def test_rows_without_tokens_count_only_if_asked() -> None:
     counted = mismatch_metrics(*tensors, count_empty_seqs=True)
     assert counted["mismatch/chi2_seq"] == pytest.approx((1 + 16 + 1) / 3 - 1)
     assert counted["mismatch/chi2_token"] == pytest.approx((4 + 0.25 + 16) / 3 - 1)
-    ppl = perplexity_metrics(*tensors, count_empty_seqs=True)["mismatch/trainer_ppl"]
-    assert ppl == pytest.approx((math.sqrt(8) + 2 + 1) / 3)
 
 
 def test_one_policy_has_no_mismatch_and_an_engine_without_log_probs_none_to_report() -> None:
@@ -102,7 +87,6 @@ def test_one_policy_has_no_mismatch_and_an_engine_without_log_probs_none_to_repo
     assert same["ess/token"] == same["ess/seq"] == 1.0
     unknown = torch.full_like(TRAINER, NAN)
     assert mismatch_metrics(TRAINER, unknown, MASK) == {}
-    assert perplexity_metrics(TRAINER, unknown, MASK) == {}
     half = torch.where(torch.arange(3) < 1, ENGINE, NAN)
     assert mismatch_metrics(TRAINER, half, MASK)["mismatch/k1"] == pytest.approx(
         -(math.log(2) + math.log(4)) / 2

@@ -13,8 +13,8 @@ from posttrain.core.config.sections import OptimizerSection
 from posttrain.core.errors import RunError
 from posttrain.core.training.checkpoint import (
     LoopState,
+    complete_checkpoints,
     load_checkpoint,
-    newest_checkpoint,
     read_step,
     save_checkpoint,
 )
@@ -62,7 +62,7 @@ def test_policy_and_critic_continue_bit_for_bit(tmp_path: Path) -> None:
     save_checkpoint(folder, policy, STATE, critic=critic)
     other_policy, other_critic = make_optimizer(2), make_optimizer(3, width=5)
     assert load_checkpoint(folder, other_policy, critic=other_critic) == STATE
-    assert read_step(folder) == 3 and newest_checkpoint(tmp_path) == folder
+    assert read_step(folder) == 3 and complete_checkpoints(tmp_path) == [folder]
     for one, other in ((policy, other_policy), (critic, other_critic)):
         assert_equal(one, other)
         train(one, 2)

@@ -24,7 +24,6 @@ from posttrain.core.training.logprobs import (
     KnownLogits,
     block_math,
     cut_logprobs,
-    token_logprobs,
     why_plain,
 )
 
@@ -34,7 +33,7 @@ def values_and_gradients() -> list[Tensor]:
     hidden = torch.randn(70, 8, generator=numbers, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(30, 8, generator=numbers, dtype=torch.float64, requires_grad=True)
     targets = torch.randint(30, (70,), generator=numbers)
-    values, entropy = token_logprobs(hidden, weight, targets, temperature=0.7)
+    values, entropy, _ = cut_logprobs(hidden, weight, targets, Cut(), temperature=0.7)
     (values.sum() + 0.1 * entropy.sum()).backward()  # type: ignore[no-untyped-call]
     assert hidden.grad is not None and weight.grad is not None
     return [values.detach(), entropy.detach(), hidden.grad, weight.grad]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from hypothesis import given
@@ -12,7 +10,6 @@ from hypothesis import strategies as st
 from posttrain.core.math.shaping import (
     repetition_penalty,
     resampling_weights,
-    shaped_rewards,
     soft_overlong,
 )
 
@@ -59,13 +56,6 @@ def test_repetition_counts_distinct_n_grams() -> None:
     assert repetition_penalty(responses, penalty=0.5).tolist() == pytest.approx((got / 2).tolist())
     assert repetition_penalty(responses, ngram=2)[3].item() == 0
     assert repetition_penalty([[5, 5, 5]], ngram=1).item() == pytest.approx(-2 / 3)
-
-
-def test_terms_add_up_and_an_unscored_response_stays_unscored() -> None:
-    got = shaped_rewards(
-        torch.tensor([1.0, math.nan]), torch.tensor([-0.25, -0.5]), torch.tensor([0.125, 0.0])
-    )
-    assert got[0].item() == 0.875 and math.isnan(got[1])
 
 
 def test_resampling_weights() -> None:
