@@ -222,8 +222,9 @@ def _at_k(rows: Sequence[EvaluatedProblem], section: EvaluationSection) -> dict[
             found["rm"] = [row.rm_at(k) for row in rows]
             gains = [best - row.right_at(k) for best, row in zip(found["rm"], rows, strict=True)]
             mean, low, high = mean_interval(gains, (-1.0, 1.0))
-            metrics |= {f"eval/rm_gain_at/{k}": mean, f"eval/rm_gain_at_low/{k}": low}
-            metrics[f"eval/rm_gain_at_high/{k}"] = high
+            metrics[f"eval/rm_gain_at/{k}"] = mean
+            if standard_error(gains) is not None:  # equal ones would claim to know all problems
+                metrics |= {f"eval/rm_gain_at_low/{k}": low, f"eval/rm_gain_at_high/{k}": high}
         for name, values in found.items():
             metrics[f"eval/{name}_at/{k}"] = sum(values) / len(values)
             error = standard_error(values)

@@ -461,7 +461,7 @@ PREFIXES: dict[str, Metric] = {
     "eval/maj_at_se/": Metric("fraction", "standard error of it over problems"),
     "eval/rm_at/": Metric("fraction", "the reward model's best of k answers is right"),
     "eval/rm_at_se/": Metric("fraction", "standard error of it over problems"),
-    "eval/rm_gain_at/": Metric("fraction", "rm@k minus avg@k, of the same answers"),
+    "eval/rm_gain_at/": Metric("fraction", "rm@k minus the right share of the same answers"),
     "eval/rm_gain_at_low/": Metric("fraction", "lower 95 % bound of it over problems"),
     "eval/rm_gain_at_high/": Metric("fraction", "upper 95 % bound of it over problems"),
     "curriculum/pass_rate/": Metric(

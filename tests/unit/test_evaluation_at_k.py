@@ -154,6 +154,7 @@ def test_a_reward_model_chooses_by_the_scores_that_transformers_computes(tmp_pat
         low, high = (found.metrics[f"eval/rm_gain_at_{end}/{k}"] for end in ("low", "high"))
         assert low < gain < high
     assert found.metrics["eval/rm_gain_at/1"] == 0, "there is nothing to choose from"
+    assert "eval/rm_gain_at_low/1" not in found.metrics, "equal gains have no width to show"
     check_names(found.metrics)
 
 
