@@ -13,6 +13,7 @@ from posttrain.core.contracts import PromptGroup, Reward, RolloutEngine, Sampled
 from posttrain.core.data.tokens import ChatTokenizer, response_texts, reward_sample
 from posttrain.core.math.groups import pass_at_k
 from posttrain.core.math.intervals import mean_interval, share_interval, standard_error, wilson
+from posttrain.core.rewards.scoring import model_scores
 from posttrain.core.rollout.episodes import Generates, generate_groups
 from posttrain.core.rollout.turns import first_branches
 from posttrain.core.runtime.seeding import derive_seed
@@ -169,13 +170,8 @@ def _scores(
         for group, said in zip(groups, verdicts, strict=True)
         for completion, verdict in zip(first_branches(group.completions), said, strict=True)
     ]
-    values = iter(score.value for score in reward_model.score(samples))
-    return [tuple(_scored(next(values)) for _ in said) for said in verdicts]
-
-
-def _scored(value: float | None) -> float:
-    assert value is not None, "a reward model scores every answer"
-    return value
+    values = iter(model_scores(reward_model, samples))
+    return [tuple(next(values) for _ in said) for said in verdicts]
 
 
 def _summary(rows: Sequence[EvaluatedProblem], section: EvaluationSection) -> dict[str, float]:

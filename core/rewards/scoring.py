@@ -170,6 +170,14 @@ def reward_samples(
     return tuple(samples)
 
 
+def model_scores(model: Reward[Any], samples: Sequence[RewardSample]) -> list[float]:
+    """The scores of a reward that holds a model, which leaves none out."""
+    values = [score.value for score in model.score(samples)]
+    known = [value for value in values if value is not None]
+    assert len(known) == len(samples), "a reward model scores every answer"
+    return known
+
+
 def score_batch(
     batch: RolloutBatch,
     task: Task[Any],

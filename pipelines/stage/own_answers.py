@@ -27,6 +27,7 @@ from posttrain.core.contracts import PromptGroup, Reward, RewardContext, Rollout
 from posttrain.core.data.preference import Pair, make_pairs, scored_pairs
 from posttrain.core.data.tokens import ChatTokenizer, reward_sample
 from posttrain.core.errors import RunError
+from posttrain.core.rewards.scoring import model_scores
 from posttrain.core.rollout.prompts import PromptStream
 from posttrain.core.rollout.weight_sync import send_policy
 from posttrain.core.runtime.files import write_text
@@ -311,9 +312,7 @@ class OnlinePairs:
                     reward_sample(prompt, completion, self.tokenizer, verdict)
                     for completion, verdict in zip(group, verdicts, strict=True)
                 ]
-                values = [score.value for score in self.reward.score(samples)]
-                assert None not in values, "a reward model scores every answer"
-                scores = [float(value) for value in values if value is not None]
+                scores = model_scores(self.reward, samples)
             yield _Ranked(prompt, tuple(group), tuple(texts), tuple(scores), tuple(correct))
 
     def state(self) -> dict[str, Any]:  # Any: JSON
