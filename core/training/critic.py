@@ -132,8 +132,7 @@ class Critic:
         ):
             own = MetricSums()
             loss = self._accumulate(mini, own, check)
-            suspects = rows[sorted(own.suspects)] if own.suspects else rows
-            report = self.optimizer.step(loss=loss, rows=suspects.tolist())
+            report = self.optimizer.step(loss=loss, rows=own.blamed(rows))
             rate = report.learning_rate
             if report.non_finite:
                 sums.add_scalar("value/non_finite", 1.0)

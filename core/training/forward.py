@@ -5,7 +5,7 @@ Axes: B rows, L padded prompt width, T padded response width, P distinct prompts
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -47,6 +47,10 @@ class States(NamedTuple):
     places: Tensor | None = None
 
 
+DISTILLED = ("divergence", "slope", "gap")
+_COLUMNS = ("logprobs", "entropy", "log_kept", *DISTILLED)
+
+
 @dataclass(frozen=True, slots=True)
 class ResponseForward:
     """`logprobs` [B, T] and `entropy` [B, T] in nats, 0 where `response_mask` is 0.
@@ -67,38 +71,32 @@ class ResponseForward:
     slope: Tensor | None = None
     gap: Tensor | None = None
 
+    @classmethod
+    def full(cls, like: Tensor, value: float, *more: str) -> ResponseForward:
+        """Log-probs, entropy and the columns `more`, all of them `value`, shaped as `like`."""
+        made = cls(torch.full_like(like, value), torch.full_like(like, value))
+        return made.having({name: torch.full_like(like, value) for name in more})
+
+    def having(self, columns: Mapping[str, Tensor]) -> ResponseForward:
+        """The same with these `columns` in place of its own."""
+        return replace(self, **columns)  # type: ignore[arg-type]  # no flag in it
+
     def map(self, change: Callable[[Tensor], Tensor]) -> ResponseForward:
-        """The same with `change` made to each tensor."""
-
-        def of(values: Tensor | None) -> Tensor | None:
-            return None if values is None else change(values)
-
-        return ResponseForward(
-            change(self.logprobs),
-            change(self.entropy),
-            of(self.log_kept),
-            divergence=of(self.divergence),
-            slope=of(self.slope),
-            gap=of(self.gap),
-        )
+        """The columns of an update, with `change` made to each that is here."""
+        columns = {name: getattr(self, name) for name in _COLUMNS}
+        changed = {name: change(c) for name, c in columns.items() if c is not None}
+        return ResponseForward(self.logprobs, self.entropy).having(changed)
 
     def rows(self, index: Tensor) -> ResponseForward:
         """The rows `index` [n], in that order."""
         return self.map(lambda values: values[index])
 
     def put(self, index: Tensor, found: ResponseForward) -> None:
-        """Write `found` [n, T], detached, over the rows `index` [n]."""
-        self.logprobs[index] = found.logprobs.detach().to(self.logprobs)
-        self.entropy[index] = found.entropy.detach().to(self.entropy)
-        if self.log_kept is not None and found.log_kept is not None:
-            self.log_kept[index] = found.log_kept.to(self.log_kept)
-
-    def put_distilled(self, index: Tensor, divergence: Tensor, slope: Tensor, gap: Tensor) -> None:
-        """Write what is known of a distillation loss [n, T], where it is wanted."""
-        into = (self.divergence, self.slope, self.gap)
-        for column, found in zip(into, (divergence, slope, gap), strict=True):
-            if column is not None:
-                column[index] = found.to(column)
+        """Write `found` [n, T], detached, over the rows `index` [n] of the columns in both."""
+        for name in _COLUMNS:
+            into, values = getattr(self, name), getattr(found, name)
+            if into is not None and values is not None:
+                into[index] = values.detach().to(into)
 
 
 def response_logprobs(

@@ -113,8 +113,7 @@ class ImplicitPrm:
                 continue
             own = self._accumulate(mini, judged, check)
             loss = own.mean("loss/prm", default=0.0)
-            suspects = rows[sorted(own.suspects)] if own.suspects else rows
-            report = self.optimizer.step(loss=loss, rows=suspects.tolist())
+            report = self.optimizer.step(loss=loss, rows=own.blamed(rows))
             if report.non_finite:
                 sums.add_scalar("prm/non_finite", 1.0)
                 continue

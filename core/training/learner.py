@@ -9,7 +9,7 @@ reads were filled before, by `columns.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -30,8 +30,9 @@ from posttrain.core.training.distillation import (
     response_distillation,
 )
 from posttrain.core.training.exact_kl import response_exact_kl, response_sum_pi_squared
-from posttrain.core.training.finite import not_finite
+from posttrain.core.training.finite import not_finite, note_suspects
 from posttrain.core.training.forward import (
+    DISTILLED,
     UNCUT,
     ResponseForward,
     States,
@@ -41,8 +42,14 @@ from posttrain.core.training.forward import (
 from posttrain.core.training.metrics import MetricSums
 from posttrain.core.training.moving_reference import MovingReference
 from posttrain.core.training.natural_gradient import NaturalGradient
-from posttrain.core.training.objective import Distilled, MicroLoss, Objective, PreparedMini
-from posttrain.core.training.optim import MasterOptimizer, StoredOptimizer
+from posttrain.core.training.objective import (
+    Distilled,
+    MicroLoss,
+    Objective,
+    PreparedMini,
+    positive_share,
+)
+from posttrain.core.training.optim import MasterOptimizer, StepReport, StoredOptimizer
 from posttrain.core.training.ranks import ALONE, Ranks, in_place
 from posttrain.core.training.sft import PtxTerm
 from posttrain.core.training.splitting import mini_batches
@@ -51,13 +58,114 @@ from posttrain.core.training.token_weights import HeardWeights
 from posttrain.core.training.updates import (
     Check,
     KlGuard,
-    Progress,
     RemotePolicy,
     UpdateResult,
     UpdateSettings,
     no_check,
-    record_micro,
 )
+
+
+@dataclass
+class Progress:
+    """What the updates on one rollout batch have come to so far; begun by `of`.
+
+    `step`, `kl_coef` and `check` are the same for all of them. `products` are what is known of the
+    first optimizer step's pass. The other fields are described in `UpdateResult`.
+    """
+
+    step: int
+    kl_coef: float
+    check: Check
+    products: SampledOutputs | None
+    first_logprobs: Tensor | None
+    seen: ResponseForward
+    seen_by: Tensor
+    first_pass: tuple[Tensor, ResponseForward] | None = None
+    sums: MetricSums = field(default_factory=MetricSums)
+    report: StepReport | None = None
+    norm_sum: float = 0.0
+    rate_factor: float = 1.0
+    num_updates: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        batch: RolloutBatch,
+        step: int,
+        kl_coef: float,
+        check: Check = no_check,
+        products: SampledOutputs | None = None,
+    ) -> Progress:
+        """Before the first update."""
+        seen = ResponseForward.full(torch.empty(batch.mask.shape), float("nan"))
+        unread = torch.full((len(batch),), -1)
+        return cls(step, kl_coef, check, products, batch.old_logprobs, seen, unread)
+
+    def saw(self, rows: Tensor, read: ResponseForward, number: int) -> None:
+        """Note what the update `number` `read` [n, T] in `rows` [n] of the batch."""
+        for name in DISTILLED:
+            if getattr(read, name) is not None and getattr(self.seen, name) is None:
+                unread = torch.full_like(self.seen.logprobs, float("nan"))
+                self.seen = self.seen.having({name: unread})
+        self.seen.put(rows, read)
+        self.seen_by[rows] = number
+
+    def forget_products(self) -> None:
+        """The first mini-batch has been through, and the policy moves."""
+        if self.products is not None:
+            self.products.forget()
+            self.products = None
+
+    def took(self, report: StepReport, own: MetricSums) -> None:
+        """Count an optimizer step with the metrics of its mini-batch.
+
+        Metrics of a step that is skipped, because its numbers are not finite, count nowhere.
+        """
+        self.report = report
+        if report.non_finite:
+            self.sums.add_scalar("grad/non_finite", 1.0)
+            return
+        self.sums.merge(own)
+        self.norm_sum += report.grad_norm
+        self.num_updates += 1
+        self.sums.add_scalar("train/skipped_empty", float(report.skipped))
+        self.sums.add_scalar("grad/clipped", float(report.grad_clipped))
+
+    def metrics(self) -> dict[str, float]:
+        """Of all updates so far; what sums over the parts of an update is given per update."""
+        metrics = positive_share(self.sums.result())
+        for name in [n for n in metrics if n.startswith("loss/")] + ["grad/clipped"]:
+            if name in metrics:
+                metrics[name] /= max(1, self.num_updates)
+        metrics["train/updates"] = float(self.num_updates)
+        if self.report is not None:
+            if self.num_updates:
+                metrics["grad/norm"] = self.norm_sum / self.num_updates
+            metrics["lr"] = self.report.learning_rate
+        return metrics
+
+
+def record_micro(
+    sums: MetricSums, loss: MicroLoss, out: ResponseForward, micro: RolloutBatch, rows: Tensor
+) -> None:
+    """Add a micro-batch's share of every metric; `rows` [n] are its rows in the mini-batch."""
+    mask = micro.mask
+    note_suspects(sums, loss.total, rows.tolist(), out.logprobs, micro.advantages)
+    for name, value in (*loss.parts.items(), *loss.pulls.items()):
+        sums.add_scalar(name, value)
+    sums.add_scalar("loss/total", loss.total.detach())
+    sums.add("entropy/mean", out.entropy.cpu(), mask)
+    sums.add("entropy/approx", -out.logprobs.detach().cpu(), mask)
+    if micro.ref_logprobs is not None:
+        gap = out.logprobs.detach().cpu() - micro.ref_logprobs
+        sums.add("kl/ref_k1", gap, mask)
+        sums.add("kl/ref_k3", (-gap).clamp(-20, 20).exp() - 1 + gap, mask)
+    for name, (value, where) in loss.tokens.items():
+        if name == "ratio":
+            sums.add("ratio/mean", value, where)
+            sums.add_extremes("ratio", value, where)
+        else:
+            sums.add(name, value, where)
 
 
 class Learner:
@@ -120,7 +228,7 @@ class Learner:
         computed when it sampled `batch`; the first optimizer step does not compute it again, and
         they are empty afterwards.
         """
-        settings, done = self.settings, Progress.of(batch, products)
+        settings, done = self.settings, Progress.of(batch, step, kl_coef, check, products)
         needed = update_columns(self.objective, settings, kl_coef) - {"is_weight"}
         batch.require({"advantages", "mask"} | needed, "the learner")
         version = None if self.moving is None else float(self.moving.version)
@@ -128,11 +236,11 @@ class Learner:
             batch, settings.epochs, settings.num_mini_batches, settings.seed, "mini_batches", step
         )
         for number, (rows, mini) in enumerate(parts):
-            mini, prepared = self._prepare(mini, step, number, check)
+            mini, prepared = self._prepare(done, mini, number)
             done.sums.add_means(prepared.metrics)
             if self.trust_region is not None:
-                self._trust_region_step(mini, prepared, (step, number), done, check, rows)
-            elif not self._one_update(mini, prepared, (step, number), kl_coef, done, check, rows):
+                self._trust_region_step(done, mini, prepared, number, rows)
+            elif not self._one_update(done, mini, prepared, number, rows):
                 break
         metrics = done.metrics()
         if self.moving is not None and version is not None:
@@ -143,36 +251,24 @@ class Learner:
             metrics["guard/rate_factor"] = done.rate_factor
         first = batch.rollout_logprobs if done.first_logprobs is None else done.first_logprobs
         metrics |= self._phase_end(batch.with_columns(old_logprobs=first), metrics, check)
-        return UpdateResult(
-            metrics,
-            first,
-            done.seen_logprobs,
-            done.seen_entropy,
-            done.seen_by,
-            done.first_pass,
-            done.seen_divergence,
-            done.seen_slope,
-            done.seen_gap,
-        )
+        return UpdateResult(metrics, first, done.seen, done.seen_by, done.first_pass)
 
     def _one_update(
         self,
+        done: Progress,
         mini: RolloutBatch,
         prepared: PreparedMini,
-        place: tuple[int, int],
-        kl_coef: float,
-        done: Progress,
-        check: Check,
+        number: int,
         of_batch: Tensor,
     ) -> bool:
         """One optimizer step on a mini-batch; False when the guard gives up the rest of the batch.
 
-        `place` is the rollout batch's step and the update's number on it; `of_batch` are the
-        mini-batch's rows in that batch.
+        `number` is the update's on the rollout batch; `of_batch` are the mini-batch's rows in it.
         """
-        own, heard = MetricSums(), self._listener(mini)
-        idle = self.settings.idle_rows(self.objective, mini, kl_coef)
-        seen = self._accumulate(mini, prepared, kl_coef, own, idle, check, done.products, heard)
+        own = MetricSums()
+        heard = HeardWeights(mini) if self.settings.token_weights else None
+        idle = self.settings.idle_rows(self.objective, mini, done.kl_coef)
+        seen = self._accumulate(done, mini, prepared, idle, own, heard)
         done.forget_products()
         own = self.ranks.merge(own)
         if heard is not None:
@@ -182,8 +278,7 @@ class Learner:
             done.first_logprobs = seen.logprobs
         rows = (~idle).nonzero().squeeze(1)
         read = seen.rows(rows)
-        done.saw(of_batch[rows], read.logprobs, read.entropy, place[1])
-        done.saw_distilled(of_batch[rows], read)
+        done.saw(of_batch[rows], read, number)
         if done.first_pass is None and len(rows):
             done.first_pass = (of_batch[rows], read)
         if self.guard is not None and self.guard.exceeded(own.mean("kl/old_k3", default=0.0)):
@@ -192,49 +287,41 @@ class Learner:
                 self.optimizer.zero_grad()
                 return False
             done.rate_factor *= self.guard.factor
-        self._note_entropy(own)
         if self.ptx is not None:
-            self.ptx.accumulate(self.model, *place, own, check, self.ranks)
+            self.ptx.accumulate(self.model, done.step, number, own, done.check, self.ranks)
         loss = sum(own.mean(name, default=0.0) for name in ("loss/total", "loss/term/ptx"))
-        suspects = of_batch[sorted(own.suspects)] if own.suspects else of_batch
-        report = self.optimizer.step(done.rate_factor, loss=loss, rows=suspects.tolist())
-        done.took(report, own)
+        report = self.optimizer.step(done.rate_factor, loss=loss, rows=own.blamed(of_batch))
         if not report.non_finite:
             self._stepped(own)
+        done.took(report, own)
         return True
 
-    def _listener(self, mini: RolloutBatch) -> HeardWeights | None:
-        """What hears the weights of the tokens of `mini`, if they are measured."""
-        return HeardWeights(mini) if self.settings.token_weights else None
-
-    def _note_entropy(self, own: MetricSums) -> None:
-        """Record the coefficient that a controller gave the entropy bonus of this step."""
-        if self.objective.entropy_controller is not None:
-            own.add_means({"entropy/coef": self.objective.bonus_coef})
-
     def _stepped(self, own: MetricSums) -> None:
-        """Let follow what follows a step that was taken: the reference, the entropy bonus."""
+        """Let follow what follows a step that was taken: the reference, the entropy bonus.
+
+        The metrics `own` of the step get the coefficient that the bonus had in it.
+        """
         if self.moving is not None:
             self.moving.after_step()
-        if self.objective.entropy_controller is not None:
-            entropy = own.mean("entropy/mean", default=float("nan"))
-            self.objective.entropy_controller.update(entropy)
+        if (controller := self.objective.entropy_controller) is not None:
+            own.add_means({"entropy/coef": controller.coefficient()})
+            controller.update(own.mean("entropy/mean", default=float("nan")))
 
     def _trust_region_step(
         self,
+        done: Progress,
         mini: RolloutBatch,
         prepared: PreparedMini,
-        place: tuple[int, int],
-        done: Progress,
-        check: Check,
+        number: int,
         of_batch: Tensor,
     ) -> None:
         """As `_one_update`, by a loss with a step of its own, which numbers stop that are not
         finite.
         """
         assert self.trust_region is not None
-        own, draw = MetricSums(), generator(self.settings.seed, "trust_region", *place)
-        heard = self._listener(mini)
+        own = MetricSums()
+        heard = HeardWeights(mini) if self.settings.token_weights else None
+        draw = generator(self.settings.seed, "trust_region", done.step, number)
 
         def record(
             loss: MicroLoss, out: ResponseForward, micro: RolloutBatch, rows: Tensor
@@ -243,23 +330,23 @@ class Learner:
             if heard is not None:
                 heard.listen(loss, rows)
 
-        taken = self.trust_region.step(mini, self.objective, prepared, draw, check, record)
+        taken = self.trust_region.step(mini, self.objective, prepared, draw, done.check, record)
         if heard is not None:
             heard.record(own)
-        done.saw(of_batch, mini.column("old_logprobs"), mini.entropy, place[1])
+        old = mini.column("old_logprobs")
+        entropy = torch.full_like(old, float("nan")) if mini.entropy is None else mini.entropy
+        done.saw(of_batch, ResponseForward(old, entropy), number)
         if wrong := not_finite(own.mean("loss/total", default=0.0), taken["grad/norm"]):
-            suspects = of_batch[sorted(own.suspects)] if own.suspects else of_batch
-            self.optimizer.note_non_finite(wrong, suspects.tolist())
+            self.optimizer.note_non_finite(wrong, own.blamed(of_batch))
             done.sums.add_scalar("grad/non_finite", 1.0)
             return
-        self._note_entropy(own)
         self._stepped(own)
         done.sums.merge(own)
         done.sums.add_means(taken)
         done.num_updates += 1
 
     def _prepare(
-        self, mini: RolloutBatch, step: int, number: int, check: Check
+        self, done: Progress, mini: RolloutBatch, number: int
     ) -> tuple[RolloutBatch, PreparedMini]:
         """Counts and statistics of a mini-batch; its present log-probs if a loss needs them."""
         if self.objective.needs_prepare():
@@ -267,11 +354,11 @@ class Learner:
             if number == 0 and mini.entropy is not None and not self.objective.bypass_old:
                 mini = mini.with_columns(logprobs_now=mini.column("old_logprobs"))
             else:
-                now = self.forward_only(self.model, mini, check)
+                now = self.forward_only(self.model, mini, done.check)
                 mini = mini.with_columns(logprobs_now=now.logprobs, entropy=now.entropy)
-        draw = generator(self.settings.seed, "prepare", step, number)
+        draw = generator(self.settings.seed, "prepare", done.step, number)
         num_parts = len(self.settings.micro_rows(mini, self.ranks.size))
-        return mini, self.objective.prepare(mini, draw, num_parts, step)
+        return mini, self.objective.prepare(mini, draw, num_parts, done.step)
 
     def _phase_end(
         self, batch: RolloutBatch, metrics: dict[str, float], check: Check
@@ -334,35 +421,24 @@ class Learner:
 
     def _accumulate(
         self,
+        done: Progress,
         mini: RolloutBatch,
         prepared: PreparedMini,
-        kl_coef: float,
-        sums: MetricSums,
         idle: Tensor,
-        check: Check = no_check,
-        products: SampledOutputs | None = None,
+        sums: MetricSums,
         heard: HeardWeights | None = None,
     ) -> ResponseForward:
         """Forward and backward over the micro-batches of one mini-batch, without its `idle` rows.
 
-        What `products` has of them is not computed again, and forgotten with the last of them.
+        What `done.products` has of them is not computed again, and forgotten with the last of them.
         Returns what the forward passes gave, 0 in rows without loss; the probability kept by top-k
         and top-p where the passes are those of the old policy too.
         """
         cut = self.settings.cut if mini.old_logprobs is None else UNCUT
-        seen = ResponseForward(
-            torch.zeros_like(mini.rollout_logprobs),
-            torch.zeros_like(mini.rollout_logprobs),
-            torch.zeros_like(mini.rollout_logprobs) if cut else None,
-        )
-        slopes = self.settings.measures_slopes(prepared.step)
-        if self.objective.distillation is not None and slopes:
-            seen = replace(
-                seen,
-                divergence=torch.zeros_like(mini.rollout_logprobs),
-                slope=torch.zeros_like(mini.rollout_logprobs),
-                gap=torch.zeros_like(mini.rollout_logprobs),
-            )
+        slopes = self.settings.measures_slopes(done.step)
+        kept = ("log_kept",) if cut else ()
+        distils = DISTILLED if self.objective.distillation is not None and slopes else ()
+        seen = ResponseForward.full(mini.rollout_logprobs, 0.0, *kept, *distils)
         active = (~idle).nonzero().squeeze(1)
         if len(active) == 0 and mini.mask.any():
             self.optimizer.fill_gradients()
@@ -373,21 +449,17 @@ class Learner:
         learned = mini.mask + mini.column("obs_mask") if observed else mini.mask
         order = [active[part] for part in parts if learned[active[part]].any()]
         for rows, counts in self.ranks.share(order):
-            check()
+            done.check()
             micro = mini.select(rows)
-            last = rows is order[-1]
-            temperature = self.settings.temperature
             states, out = response_pass(
                 self.model,
                 micro,
-                temperature=temperature,
+                temperature=self.settings.temperature,
                 cut=cut,
-                outputs=products,
-                last=last,
+                outputs=done.products,
+                last=rows is order[-1],
                 observed=observed,
             )
-            if counts:
-                seen.put(rows, out)
             if micro.old_logprobs is None:
                 micro = with_old_logprobs(micro, out)
             distilled = self._distilled(micro, states, slopes)
@@ -396,14 +468,16 @@ class Learner:
                 out.entropy.cpu(),
                 micro,
                 prepared.rows(rows),
-                kl_coef,
-                self._exact_kl(micro, states, kl_coef),
+                done.kl_coef,
+                self._exact_kl(micro, states, done.kl_coef),
                 None if out.observed is None else out.observed.cpu(),
                 distilled,
             )
-            if counts and slopes and distilled is not None:
-                seen.put_distilled(rows, *distilled.seen(LOGIT_GRADIENT, GAP))
             if counts:
+                if slopes and distilled is not None:
+                    values = distilled.seen(LOGIT_GRADIENT, GAP)
+                    out = out.having(dict(zip(DISTILLED, values, strict=True)))
+                seen.put(rows, out)
                 record_micro(sums, loss, out, micro, rows)
                 if heard is not None:
                     heard.listen(loss, rows)

@@ -77,6 +77,10 @@ class MetricSums:
         self._shares.discard(name)
         return value
 
+    def blamed(self, rows: Tensor) -> list[int]:
+        """Of `rows` [n], the suspects, which are places in it; all of them without suspects."""
+        return (rows[sorted(self.suspects)] if self.suspects else rows).tolist()
+
     def result(self) -> dict[str, float]:
         """Every metric; means of nothing are left out."""
         means = {n: s / self._counts[n] for n, s in self._sums.items() if self._counts[n] > 0}

@@ -179,12 +179,12 @@ class Recorder:
         return StepEvidence(
             step=update.rollout.step,
             batch=update.batch.with_columns(old_logprobs=result.old_logprobs),
-            seen_logprobs=result.seen_logprobs,
-            seen_entropy=result.seen_entropy,
+            seen_logprobs=result.seen.logprobs,
+            seen_entropy=result.seen.entropy,
             seen_by=result.seen_by,
-            seen_divergence=result.seen_divergence,
-            seen_slope=result.seen_slope,
-            seen_gap=result.seen_gap,
+            seen_divergence=result.seen.divergence,
+            seen_slope=result.seen.slope,
+            seen_gap=result.seen.gap,
             kl_coef=update.kl_coef,
             component_names=tuple(self.reward_names),
             token_texts={token: self.tokenizer.token_text(token) for token in ids},
@@ -311,7 +311,7 @@ def _step_samples(step: int, rows: Sequence[dict[str, object]], update: Update) 
     mask = update.batch.response_mask[: len(rows)].bool()
     entropies: list[float] = []
     if update.result is not None:
-        seen = update.result.seen_entropy[: len(rows)].to(mask.device)
+        seen = update.result.seen.entropy[: len(rows)].to(mask.device)
         entropies = torch.where(mask, seen, torch.nan).nanmean(dim=1).tolist()
     return StepSamples(step, rows, mask.sum(dim=1).tolist(), entropies)
 

@@ -246,12 +246,12 @@ def test_weights_are_the_gradients_that_arrived_in_the_learner(shape: str, model
     evidence = StepEvidence(
         STEP,
         batch.with_columns(old_logprobs=result.old_logprobs),
-        result.seen_logprobs,
-        result.seen_entropy,
+        result.seen.logprobs,
+        result.seen.entropy,
         result.seen_by,
         kl_coef,
     )
-    wanted = torch.zeros_like(result.seen_logprobs)
+    wanted = torch.zeros_like(result.seen.logprobs)
     for row, grad in Listening.heard.items():  # of the last update on each row
         wanted[row] = grad.to(wanted)
     if shape == "idle rows":

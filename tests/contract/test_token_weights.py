@@ -163,8 +163,8 @@ def test_a_learner_hears_autograds_weights(
     assert len(heard) == count * count
     number = len(heard) - 1
     rows = list(mini_rows(batch, count, count, 5, "mini_batches", STEP))[number]
-    at = result.seen_logprobs[rows]
-    mini = batch.select(rows).with_columns(logprobs_now=at, entropy=result.seen_entropy[rows])
+    at = result.seen.logprobs[rows]
+    mini = batch.select(rows).with_columns(logprobs_now=at, entropy=result.seen.entropy[rows])
     loss = build_loss(entry.name, fields_of(entry))
     wanted = autograds(loss, plugin, mini, at)
     largest = float(wanted.abs().max())
@@ -183,7 +183,7 @@ def test_the_kl_term_is_in_the_weights_and_ranks_and_switches_are_obeyed(
     one = UpdateSettings(1, 2, 4, 1.0, 5)
     batch, result, heard = heard_in_learner(monkeypatch, model_dir, objective, one, kl_coef=0.5)
     rows = list(mini_rows(batch, 1, 2, 5, "mini_batches", STEP))[1]
-    at, mini = result.seen_logprobs[rows], batch.select(rows)
+    at, mini = result.seen.logprobs[rows], batch.select(rows)
     policy = autograds(term.loss, plugin, mini, at)
     count = mini.mask.sum()
     pull = masked(0.5 * (at - mini.column("ref_logprobs")) / count, mini.mask)
@@ -193,7 +193,7 @@ def test_the_kl_term_is_in_the_weights_and_ranks_and_switches_are_obeyed(
     _, silent, none = heard_in_learner(monkeypatch, model_dir, objective, off, kl_coef=0.5)
     assert not none and not [n for n in silent.metrics if n.startswith("token_weight/")]
     assert silent.metrics["loss/total"] == result.metrics["loss/total"]
-    assert torch.equal(silent.seen_logprobs, result.seen_logprobs)
+    assert torch.equal(silent.seen.logprobs, result.seen.logprobs)
 
 
 # --- the figures ----------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from posttrain.core.models.lora import add_adapter
 from posttrain.core.models.sharded import shard, whole
 from posttrain.core.models.stream_attention import use_stream_attention
 from posttrain.core.plugin_manager import PluginManager
-from posttrain.core.training.learner import Learner
+from posttrain.core.training.learner import Learner, Progress
 from posttrain.core.training.objective import LossTerm, Objective
 from posttrain.core.training.optim import MasterOptimizer
 from posttrain.core.training.ranks import ALONE, Ranks
@@ -147,7 +147,7 @@ def plain_gradients(family: str, options: Options) -> dict[str, Tensor]:
     """The same by autograd: each row by itself with all its logits, all rows in one loss."""
     model = speed_model(family, Options(lora=options.lora))
     learner, batch = speed_learner(model, Options()), speed_batch()
-    _, prepared = learner._prepare(batch, 1, 0, lambda: None)
+    _, prepared = learner._prepare(Progress.of(batch, 1, 0.0), batch, 0)
     rows = []
     for row in range(len(batch)):
         prompt = batch.prompt_ids[row][batch.prompt_mask[row].bool()]

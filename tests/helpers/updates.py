@@ -9,7 +9,7 @@ from torch import Tensor
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.models.sampled_outputs import SampledOutputs
 from posttrain.core.training.columns import ColumnFiller
-from posttrain.core.training.learner import Learner
+from posttrain.core.training.learner import Learner, Progress
 from posttrain.core.training.metrics import MetricSums
 from posttrain.core.training.updates import PolicyLearner, UpdateResult
 
@@ -38,9 +38,10 @@ def with_old_logprobs(
 def gradient(learner: Learner, batch: RolloutBatch) -> list[Tensor]:
     """What one update would step along, in the model's own precision."""
     learner.optimizer.close()
-    mini, prepared = learner._prepare(batch, 1, 0, lambda: None)
+    done = Progress.of(batch, 1, 0.0)
+    mini, prepared = learner._prepare(done, batch, 0)
     idle = learner.settings.idle_rows(learner.objective, mini, 0.0)
-    learner._accumulate(mini, prepared, 0.0, MetricSums(), idle)
+    learner._accumulate(done, mini, prepared, idle, MetricSums())
     held = [p.grad.clone() for p in learner.model.parameters() if p.grad is not None]
     learner.model.zero_grad()
     return held

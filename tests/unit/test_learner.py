@@ -24,7 +24,7 @@ from posttrain.core.math.nucleus import Cut
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.training.columns import ColumnFiller
 from posttrain.core.training.forward import response_logprobs
-from posttrain.core.training.learner import Learner
+from posttrain.core.training.learner import Learner, Progress
 from posttrain.core.training.logprobs import cut_logprobs
 from posttrain.core.training.metrics import MetricSums
 from posttrain.core.training.objective import LossTerm, Objective
@@ -131,9 +131,10 @@ def learner_for(
 
 def gradient(learner: Learner, batch: RolloutBatch, kl_coef: float) -> list[Tensor]:
     batch = ColumnFiller(learner).fill_for_update(batch, 1, kl_coef).batch
-    batch, prepared = learner._prepare(batch, 1, 0, lambda: None)
+    done = Progress.of(batch, 1, kl_coef)
+    batch, prepared = learner._prepare(done, batch, 0)
     idle = torch.zeros(len(batch), dtype=torch.bool)
-    learner._accumulate(batch, prepared, kl_coef, MetricSums(), idle)
+    learner._accumulate(done, batch, prepared, idle, MetricSums())
     return [p.grad.clone() for p in learner.model.parameters() if p.grad is not None]
 
 

@@ -17,7 +17,7 @@ from posttrain.core.contracts import Aggregator, KlEstimator, PolicyLoss, Rollou
 from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.models.lora import add_adapter, frozen_twin
 from posttrain.core.plugin_manager import PluginManager
-from posttrain.core.training.learner import Learner
+from posttrain.core.training.learner import Learner, Progress
 from posttrain.core.training.moving_reference import BiasCorrectedReference, MovingReference
 from posttrain.core.training.objective import LossTerm, Objective
 from posttrain.core.training.optim import MasterOptimizer, schedule_factor
@@ -241,7 +241,7 @@ def test_an_entropy_mask_trains_on_the_share_of_tokens_it_keeps(
     batch = ragged_batch(list(range(3, 15)), group_size=1)  # one row each: no two tokens tie
     learner = make_learner(load_tiny(model_dir), manager, top_entropy=0.25)
     learner.optimizer.close()
-    ready, prepared = learner._prepare(batch, 1, 0, lambda: None)
+    ready, prepared = learner._prepare(Progress.of(batch, 1, 0.0), batch, 0)
     kept = prepared.columns["entropy_keep"].bool()
     tokens = batch.mask.bool()
     assert not (kept & ~tokens).any()

@@ -123,8 +123,8 @@ def test_slopes_of_an_update_are_those_of_whole_logits_and_change_nothing(
         results.append(learner.update(ready, step, 0.0))
         weights.append([p.detach().clone() for p in learner.model.parameters()])
     assert all(map(torch.equal, *weights)), "to measure changes nothing"
-    assert results[1].seen_slope is None
-    slopes = results[0].seen_slope
+    assert results[1].seen.slope is None
+    slopes = results[0].seen.slope
     assert slopes is not None and not slopes[~batch.mask.bool()].isfinite().any()
     learner = make_learner(folders, fields)
     teacher, term = learner.teachers["a"], learner.objective.distillation

@@ -29,7 +29,7 @@ from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.rollout.prompts import PromptStream
 from posttrain.core.training.columns import ColumnFiller
-from posttrain.core.training.learner import Learner
+from posttrain.core.training.learner import Learner, Progress
 from posttrain.core.training.metrics import MetricSums
 from posttrain.core.training.objective import DistillationTerm, Objective
 from posttrain.core.training.optim import MasterOptimizer
@@ -104,9 +104,11 @@ def taken(learner: Learner, batch: RolloutBatch) -> tuple[float, list[torch.Tens
     """The loss of one update and what it would step along."""
     learner.optimizer.close()
     ready = ColumnFiller(learner).fill_for_update(batch, 1, 0.0).batch
-    mini, prepared = learner._prepare(ready, 1, 0, lambda: None)
+    done = Progress.of(ready, 1, 0.0)
+    mini, prepared = learner._prepare(done, ready, 0)
     sums = MetricSums()
-    learner._accumulate(mini, prepared, 0.0, sums, torch.zeros(len(mini), dtype=torch.bool))
+    idle = torch.zeros(len(mini), dtype=torch.bool)
+    learner._accumulate(done, mini, prepared, idle, sums)
     gradient = [p.grad.clone() for p in learner.model.parameters() if p.grad is not None]
     return sums.result()["loss/distillation"], gradient
 
