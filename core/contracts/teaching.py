@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -79,6 +79,13 @@ class TeacherRows:
     others: Tensor | None = None
     teacher_others: Tensor | None = None
     matched: Tensor | None = None
+
+    def part(self, rows: slice, logits: Tensor | None) -> TeacherRows:
+        """The same of `rows`, where the teacher's `logits` are these."""
+        names = (f.name for f in fields(self) if f.name not in ("logits", "matched"))
+        columns = {name: getattr(self, name) for name in names}
+        cut = {name: column[rows] for name, column in columns.items() if column is not None}
+        return replace(self, logits=logits, **cut)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import DistillationLoss, RowLoss, TeacherRows, TextLoss
 from posttrain.core.math.divergence import ABSENT
 from posttrain.core.math.teacher_gap import taught
+from posttrain.core.models.paths import OutputHead
 from posttrain.core.models.sharded import put_away
 from posttrain.core.training.exact_kl import CHUNK, no_tokens, over_logits
 from posttrain.core.training.forward import States, policy_head, response_states, to_rows
@@ -220,23 +221,22 @@ def _rows(
 
     def of_chunk(logits: Tensor, rows: slice) -> RowLoss:
         logits_there = None if other is None else other_head.logits(other[rows]) / temperature
-
-        def cut(column: Tensor | None) -> Tensor | None:
-            return None if column is None else column[rows]
-
-        here = TeacherRows(
-            sampled=said.sampled[rows],
-            logits=logits_there,
-            topk_ids=cut(said.topk_ids),
-            topk_logprobs=cut(said.topk_logprobs),
-            old_logprobs=cut(said.old_logprobs),
-            logprobs=cut(said.logprobs),
-        )
+        here = said.part(rows, logits_there)
         return rows_with_slopes(loss, logits, here) if slopes else loss.rows(logits, here)
 
-    parts = over_logits(own, policy_head(model), of_chunk, temperature=temperature)
+    return row_losses(own, policy_head(model), of_chunk, temperature)
+
+
+def row_losses(
+    states: Tensor,
+    head: OutputHead,
+    of_chunk: Callable[[Tensor, slice], RowLoss],
+    temperature: float,
+) -> RowLoss:
+    """The losses [N] that `of_chunk` makes of the logits of `states` [N, H], chunk by chunk."""
+    parts = over_logits(states, head, of_chunk, temperature=temperature)
     if not parts:
-        empty = no_tokens(own, policy_head(model))
+        empty = no_tokens(states, head)
         return RowLoss(empty, torch.zeros_like(empty, dtype=torch.bool))
     return RowLoss(
         torch.cat([part.loss for part in parts]),

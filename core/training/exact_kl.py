@@ -1,7 +1,6 @@
 """Exact sums over the vocabulary at each token: KL of two policies, squared probabilities.
 
-Read by the optimal token baseline and by WPO's weights. Axes: B rows, T response tokens.
-
+The sums of squares are read by the optimal token baseline and by WPO's weights.
 Axes: B rows, T response tokens, N response tokens of all rows, H hidden size, V vocabulary.
 """
 

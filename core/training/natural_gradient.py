@@ -1,7 +1,5 @@
 """TRPO's step: the natural gradient of a surrogate within a bound on the KL.
 
-Axes: B rows, T response tokens, N chosen tokens, H hidden size, V vocabulary, D parameters.
-
 It takes the place of an optimizer. Axes: B rows, T response tokens, N tokens that take loss, H
 hidden size, V vocabulary, D trainable parameters.
 Source: Trust Region Policy Optimization, arXiv:1502.05477, section 6 and appendix C.

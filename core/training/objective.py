@@ -317,6 +317,12 @@ class Objective:
             terms.append(ready)
             counted = self._counted(term.loss.loss_mask(mini), term.loss, mini)
             term_counts.append(term.count(counted, mini, num_parts))
+        observed_counts: TermCounts = ()
+        distillation_counts: TermCounts = ()
+        if (others := self.observed) is not None and mini.obs_mask is not None:
+            observed_counts = others.count(mini.obs_mask, mini, num_parts)
+        if (distils := self.distillation) is not None:
+            distillation_counts = distils.count(distils.loss.counted(mini), mini, num_parts)
         for other in (*self.terms, self.observed, self.distillation):
             metrics |= {} if other is None else other.moving_coef(step)
         entropy_aggregator = self.entropy_aggregator or self.aggregator
@@ -331,20 +337,10 @@ class Objective:
             parts(entropy_aggregator.count(mini.mask, mini.group_id)),
             columns,
             metrics,
-            self._observed_counts(mini, num_parts),
-            self._distillation_counts(mini, num_parts),
+            observed_counts,
+            distillation_counts,
             step,
         )
-
-    def _observed_counts(self, mini: RolloutBatch, num_parts: int) -> TermCounts:
-        if self.observed is None or mini.obs_mask is None:
-            return ()
-        return self.observed.count(mini.obs_mask, mini, num_parts)
-
-    def _distillation_counts(self, mini: RolloutBatch, num_parts: int) -> TermCounts:
-        if self.distillation is None:
-            return ()
-        return self.distillation.count(self.distillation.loss.counted(mini), mini, num_parts)
 
     def _counted(self, mask: Tensor, loss: PolicyLoss[Any], batch: RolloutBatch) -> Tensor:
         """The mask that a policy term's counts and lengths are taken from."""
@@ -381,9 +377,10 @@ class Objective:
         for term, found, counts in zip(
             self.terms, prepared.terms, prepared.term_counts, strict=True
         ):
-            result = term.loss.token_loss(logprobs, self._weighable(micro, term.loss), found)
+            weighable = self._weighable(micro, term.loss)
+            result = term.loss.token_loss(logprobs, weighable, found)
             ratio = result.ratio if ratio is None else ratio
-            kept = self._masked(result, term.loss, logprobs, micro)
+            kept = self._masked(result, term.loss, logprobs, weighable)
             counted = self._counted(term.loss.loss_mask(micro), term.loss, micro)
             value = term.share(kept, counted, counts, micro, prepared.step)
             name = "loss/policy" if not parts else f"loss/term/{term.loss.name}"
@@ -417,9 +414,13 @@ class Objective:
             parts["loss/entropy"] = -coef * bonus.detach()
             total = total - coef * bonus
         if self.observed is not None and observed is not None:
-            value = self._observed_loss(self.observed, observed, micro, prepared)
+            others = replace(micro, mask=micro.column("obs_mask"))  # its mask and counts are theirs
+            result = self.observed.loss.token_loss(observed, others)
+            value = self.observed.share(
+                result, others.mask, prepared.observed_counts, micro, prepared.step
+            )
             parts[f"loss/term/{self.observed.loss.name}"] = value.detach()
-            tokens["observed/nll"] = (-observed.detach(), micro.column("obs_mask"))
+            tokens["observed/nll"] = (-observed.detach(), others.mask)
             total = total + value
         if self.distillation is not None and distilled is not None:
             mask = self.distillation.loss.counted(micro)
@@ -434,18 +435,10 @@ class Objective:
         shown = None if ratio is None else ratio.detach()
         return MicroLoss(total, parts, tokens, shown, pulls, logprobs)
 
-    def _observed_loss(
-        self, term: LossTerm, logprobs: Tensor, micro: RolloutBatch, prepared: PreparedMini
-    ) -> Tensor:
-        """The share of the term on observations: its mask is theirs, and its counts are too."""
-        others = replace(micro, mask=micro.column("obs_mask"))
-        result = term.loss.token_loss(logprobs, others)
-        return term.share(result, others.mask, prepared.observed_counts, micro, prepared.step)
-
     def _masked(
         self, result: TokenLoss, loss: PolicyLoss[Any], logprobs: Tensor, micro: RolloutBatch
     ) -> TokenLoss:
-        """Off-policy mask, entropy mask and rollout weight on a token loss."""
+        """Off-policy mask, entropy mask and the weight of `micro` on a token loss."""
         mask = result.mask
         if self.correction is not None:
             keeps = self.correction.keeps(logprobs.detach(), micro)
@@ -453,7 +446,7 @@ class Objective:
                 mask = mask if keep is None else masked(mask, keep)
         if micro.entropy_keep is not None and not loss.folds_entropy_mask:
             mask = masked(mask, micro.entropy_keep)
-        weight = self._weighable(micro, loss).is_weight
+        weight = micro.is_weight
         if weight is None or loss.folds_weights:
             return replace(result, mask=mask)
         return replace(result, mask=mask, loss=result.loss * weight)

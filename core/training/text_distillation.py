@@ -18,7 +18,7 @@ from posttrain.core.contracts import RowLoss, TeacherRows, TextLoss
 from posttrain.core.math.alignment import TokenGroups, members, products, whole_groups
 from posttrain.core.math.teacher_gap import taught
 from posttrain.core.models.paths import OutputHead
-from posttrain.core.training.distillation import by_teacher, rows_with_slopes
+from posttrain.core.training.distillation import by_teacher, row_losses, rows_with_slopes
 from posttrain.core.training.exact_kl import no_tokens, over_logits
 from posttrain.core.training.forward import States, policy_head, response_states
 from posttrain.core.training.objective import Distilled
@@ -92,30 +92,20 @@ def _groups(
     with torch.no_grad():
         their_others = _others(seen, teacher_head, theirs, read.response_ids, len(keys), taus[1])
     states, their_states = (_at(h, g.rows, g.columns) for h, g in ((hidden, own), (seen, theirs)))
-    sampled = _at(batch.response_ids, own.rows, own.columns).to(device)
-    pairs = matched.to(device)
+    said = TeacherRows(
+        _at(batch.response_ids, own.rows, own.columns).to(device),
+        others=others,
+        teacher_others=their_others,
+        matched=matched.to(device),
+    )
 
     def of_chunk(logits: Tensor, rows: slice) -> RowLoss:
         with torch.no_grad():
             logits_there = teacher_head.logits(their_states[rows]) / temperature
-        said = TeacherRows(
-            sampled[rows],
-            logits_there,
-            others=others[rows],
-            teacher_others=their_others[rows],
-            matched=pairs,
-        )
-        return rows_with_slopes(loss, logits, said) if slopes else loss.rows(logits, said)
+        here = said.part(rows, logits_there)
+        return rows_with_slopes(loss, logits, here) if slopes else loss.rows(logits, here)
 
-    parts = over_logits(states, head, of_chunk, temperature=temperature)
-    if not parts:
-        empty = no_tokens(states, head)
-        return own, RowLoss(empty, torch.zeros_like(empty, dtype=torch.bool))
-    return own, RowLoss(
-        torch.cat([part.loss for part in parts]),
-        torch.cat([part.scored for part in parts]),
-        {name: torch.cat([part.metrics[name] for part in parts]) for name in parts[0].metrics},
-    )
+    return own, row_losses(states, head, of_chunk, temperature)
 
 
 def _at(values: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
