@@ -24,11 +24,9 @@ from posttrain.core.training.forward import ResponseForward
 from posttrain.core.training.objective import Objective
 from posttrain.core.training.teachers import Teachers
 from posttrain.core.training.updates import (
-    Check,
     PolicyLearner,
     UpdateResult,
     UpdateSettings,
-    no_check,
 )
 
 AUDITED_ROWS = 2
@@ -117,28 +115,27 @@ class ColumnFiller:
         self,
         batch: RolloutBatch,
         names: Set[str],
-        check: Check = no_check,
         products: SampledOutputs | None = None,
     ) -> tuple[RolloutBatch, dict[str, float]]:
         """`batch` with those of `names` that belong here and are not filled yet, and metrics.
 
-        The policy must not have been updated since it sampled. `check` raises to stop.
+        The policy must not have been updated since it sampled.
         """
         learner, metrics = self.learner, dict[str, float]()
         if names & {"old_logprobs", "is_weight"} and batch.old_logprobs is None:
             if learner.objective.bypass_old:
                 batch = batch.with_columns(old_logprobs=batch.rollout_logprobs)
             else:
-                policy = learner.policy_pass(batch, check, products)
+                policy = learner.policy_pass(batch, products)
                 batch = with_old_logprobs(batch, policy).with_columns(entropy=policy.entropy)
         if "ref_logprobs" in names and batch.ref_logprobs is None:
-            batch = batch.with_columns(ref_logprobs=learner.reference_logprobs(batch, check))
+            batch = batch.with_columns(ref_logprobs=learner.reference_logprobs(batch))
         if "is_weight" in names and batch.is_weight is None and batch.correction_mask is None:
             batch, metrics = learner.objective.correct(batch)
         if "sum_pi_squared" in names and batch.sum_pi_squared is None:
-            batch = batch.with_columns(sum_pi_squared=learner.sum_pi_squared(batch, check))
+            batch = batch.with_columns(sum_pi_squared=learner.sum_pi_squared(batch))
         if self.teachers is not None:
-            batch, found = self.teachers.fill(batch, names, learner, check)
+            batch, found = self.teachers.fill(batch, names, learner)
             metrics |= found
         return batch, metrics
 
@@ -147,7 +144,6 @@ class ColumnFiller:
         batch: RolloutBatch,
         step: int,
         kl_coef: float,
-        check: Check = no_check,
         products: SampledOutputs | None = None,
     ) -> ReadyBatch:
         """`batch` ready for the update of `step`, and metrics with the mismatch where it is known.
@@ -156,9 +152,9 @@ class ColumnFiller:
         show a mismatch: a few rows are computed again, other ones in each step.
         """
         objective, settings = self.learner.objective, self.learner.settings
-        metrics = {} if products is None else self._audit(batch, step, check)
+        metrics = {} if products is None else self._audit(batch, step)
         names = update_columns(objective, settings, kl_coef)
-        batch, found = self.fill(batch, names, check, products)
+        batch, found = self.fill(batch, names, products)
         metrics |= found
         if products is not None:
             return ReadyBatch(batch, metrics)
@@ -171,18 +167,18 @@ class ColumnFiller:
             # before it reads a row.
             return ReadyBatch(batch, metrics, mismatch_pending=True)
         else:
-            metrics |= self.mismatch(batch, check)
+            metrics |= self.mismatch(batch)
         return ReadyBatch(batch, metrics)
 
-    def mismatch(self, batch: RolloutBatch, check: Check = no_check) -> dict[str, float]:
+    def mismatch(self, batch: RolloutBatch) -> dict[str, float]:
         """Engine against the present policy on all sampled tokens, for a step without an update."""
         if batch.old_logprobs is None or self.learner.objective.bypass_old:
-            batch = with_old_logprobs(batch, self.learner.policy_pass(batch, check))
+            batch = with_old_logprobs(batch, self.learner.policy_pass(batch))
         return mismatch_of(batch, batch.response_mask)
 
-    def _audit(self, batch: RolloutBatch, step: int, check: Check) -> dict[str, float]:
+    def _audit(self, batch: RolloutBatch, step: int) -> dict[str, float]:
         """The mismatch of a few rows, computed by the trainer alone."""
         count = min(AUDITED_ROWS, len(batch))
         few = batch.select((torch.arange(count) + step * count) % len(batch))
-        few = with_old_logprobs(few, self.learner.policy_pass(few, check))
+        few = with_old_logprobs(few, self.learner.policy_pass(few))
         return mismatch_of(few, few.response_mask)

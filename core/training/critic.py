@@ -24,7 +24,7 @@ from posttrain.core.training.forward import after_last, response_states, to_rows
 from posttrain.core.training.metrics import MetricSums
 from posttrain.core.training.optim import MasterOptimizer, StoredOptimizer
 from posttrain.core.training.ranks import ALONE, Ranks, in_place
-from posttrain.core.training.splitting import micro_rows, mini_batches
+from posttrain.core.training.splitting import Splitting
 
 SLOPE_WINDOW = 10  # steps over which the rise of the explained variance is judged
 
@@ -49,28 +49,24 @@ def response_values(model: PreTrainedModel, batch: RolloutBatch) -> tuple[Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CriticSettings:
-    """How the critic is trained on a rollout batch; micro-batches never change the result.
+class CriticSettings(Splitting):
+    """How the critic is trained on a rollout batch.
 
     `clip` bounds a value's move from the one the advantages were made of (None = off);
     `huber_delta` makes the error linear beyond it (None = squared throughout).
     """
 
-    epochs: int
-    num_mini_batches: int
-    micro_batch_size: int
     aggregator: Aggregator[Any]
     seed: int
     clip: float | None = 0.2
     huber_delta: float | None = None
-    max_tokens: int | None = None
-
-    def micro_rows(self, batch: RolloutBatch, num_ranks: int = 1) -> list[Tensor]:
-        return micro_rows(batch, self.micro_batch_size, self.max_tokens, num_ranks)
 
 
 class Critic:
-    """A sequence classifier with the scalar head `score`, its optimizer, and its update."""
+    """A sequence classifier with the scalar head `score`, its optimizer, and its update.
+
+    `check` runs between micro-batches (it raises to stop).
+    """
 
     def __init__(
         self,
@@ -78,22 +74,21 @@ class Critic:
         optimizer: MasterOptimizer,
         settings: CriticSettings,
         ranks: Ranks = ALONE,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self.model, self.optimizer, self.settings = model, optimizer, settings
-        self.ranks = ranks
+        self.ranks, self.check = ranks, check
 
     @property
     def stored(self) -> StoredOptimizer:
         return self.optimizer
 
     @torch.no_grad()
-    def values(
-        self, batch: RolloutBatch, check: Callable[[], None] = lambda: None
-    ) -> tuple[Tensor, Tensor]:
+    def values(self, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
         """`values` [B, T] and `bootstrap_value` [B] of the present critic, float32."""
         rows, values, bootstrap = [], [], []
-        for index, counts in self.ranks.share(self._micro_rows(batch)):
-            check()
+        for index, counts in self.ranks.share(self.settings.micro_rows(batch, self.ranks.size)):
+            self.check()
             found = response_values(self.model, batch.select(index))
             if counts:
                 rows.append(index)
@@ -106,32 +101,21 @@ class Critic:
             self.ranks.add(in_place(rows, bootstrap, shape[:1])),
         )
 
-    def _micro_rows(self, batch: RolloutBatch) -> list[Tensor]:
-        return self.settings.micro_rows(batch, self.ranks.size)
-
-    def update(
-        self, batch: RolloutBatch, step: int, check: Callable[[], None] = lambda: None
-    ) -> dict[str, float]:
+    def update(self, batch: RolloutBatch, step: int) -> dict[str, float]:
         """All epochs and mini-batches of regression on `returns` [B, T], from `values` [B, T].
 
         `value/ev` is of `values`, those the advantages were made of, before the update; it is left
-        out where the returns do not vary. `check` runs between micro-batches (it raises to stop).
+        out where the returns do not vary.
         """
         batch.require(["values", "returns"], "the critic")
         settings = self.settings
         old, returns, mask = batch.column("values"), batch.column("returns"), batch.mask
         sums, rate = MetricSums(), 0.0
         sums.add("value/mean", old, mask)
-        for rows, mini in mini_batches(
-            batch,
-            settings.epochs,
-            settings.num_mini_batches,
-            settings.seed,
-            "critic_mini_batches",
-            step,
-        ):
+        parts = settings.mini_batches(batch, settings.seed, "critic_mini_batches", step)
+        for rows, mini in parts:
             own = MetricSums()
-            loss = self._accumulate(mini, own, check)
+            loss = self._accumulate(mini, own)
             report = self.optimizer.step(loss=loss, rows=own.blamed(rows))
             rate = report.learning_rate
             if report.non_finite:
@@ -143,12 +127,12 @@ class Critic:
         explained = explained_variance(old, returns, mask)
         return metrics if math.isnan(explained) else metrics | {"value/ev": explained}
 
-    def _accumulate(self, mini: RolloutBatch, sums: MetricSums, check: Callable[[], None]) -> float:
-        order, own = self._micro_rows(mini), MetricSums()
+    def _accumulate(self, mini: RolloutBatch, sums: MetricSums) -> float:
+        order, own = self.settings.micro_rows(mini, self.ranks.size), MetricSums()
         totals = self.settings.aggregator.count(mini.mask, mini.group_id)
         totals = replace(totals, num_parts=len(order))
         for rows, counts in self.ranks.share([rows for rows in order if mini.mask[rows].any()]):
-            check()
+            self.check()
             micro = mini.select(rows)
             loss, clipped = self._loss(micro, totals.rows(rows))
             if counts:
@@ -185,14 +169,10 @@ class ValueModel(Protocol):
     def stored(self) -> StoredOptimizer:
         """What a checkpoint keeps of the critic."""
 
-    def values(
-        self, batch: RolloutBatch, check: Callable[[], None] = lambda: None
-    ) -> tuple[Tensor, Tensor]:
+    def values(self, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
         """`values` [B, T] and `bootstrap_value` [B] of the present critic, float32."""
 
-    def update(
-        self, batch: RolloutBatch, step: int, check: Callable[[], None] = lambda: None
-    ) -> dict[str, float]:
+    def update(self, batch: RolloutBatch, step: int) -> dict[str, float]:
         """Regression of the critic on `returns` [B, T], from `values` [B, T]."""
 
 
@@ -215,21 +195,21 @@ class ValuePhase:
         """What a checkpoint keeps of the critic."""
         return self.critic.stored
 
-    def with_values(self, batch: RolloutBatch, check: Callable[[], None]) -> RolloutBatch:
+    def with_values(self, batch: RolloutBatch) -> RolloutBatch:
         """`batch` with `values` and `bootstrap_value` of the present critic."""
-        values, bootstrap = self.critic.values(batch, check)
+        values, bootstrap = self.critic.values(batch)
         return batch.with_columns(values=values, bootstrap_value=bootstrap)
 
-    def update(self, batch: RolloutBatch, step: int, check: Callable[[], None]) -> dict[str, float]:
+    def update(self, batch: RolloutBatch, step: int) -> dict[str, float]:
         """One pass of the critic, and whether the policy may move from this step on.
 
         `pretraining` is true for the steps that belong to the critic alone, this one included.
         """
         self.pretraining = self._left > 0
         if not self.pretraining:
-            return self.critic.update(batch, step, check) | {"value/pretraining": 0.0}
+            return self.critic.update(batch, step) | {"value/pretraining": 0.0}
         returns = monte_carlo_returns(batch)
-        metrics = self.critic.update(batch.with_columns(returns=returns), step, check)
+        metrics = self.critic.update(batch.with_columns(returns=returns), step)
         self._left -= 1
         if "value/ev" in metrics:
             self._explained.append(metrics["value/ev"])

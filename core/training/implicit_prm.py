@@ -21,24 +21,20 @@ from posttrain.core.training.forward import UNCUT, forward_only, response_logpro
 from posttrain.core.training.metrics import MetricSums
 from posttrain.core.training.optim import MasterOptimizer, StoredOptimizer
 from posttrain.core.training.ranks import ALONE, Ranks
-from posttrain.core.training.splitting import micro_rows, mini_batches
+from posttrain.core.training.splitting import Splitting
 from posttrain.core.training.updates import Check, no_check
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrmSettings:
-    """How the model is trained on a rollout batch; micro-batches never change the result.
+class PrmSettings(Splitting):
+    """How the model is trained on a rollout batch.
 
     `temperature` is that of sampling, at which the reference's log-probs are too.
     """
 
     beta: float
-    epochs: int
-    num_mini_batches: int
-    micro_batch_size: int
     temperature: float
     seed: int
-    max_tokens: int | None = None
 
 
 class ProcessRewards(Protocol):
@@ -48,10 +44,10 @@ class ProcessRewards(Protocol):
     def stored(self) -> StoredOptimizer:
         """What a checkpoint keeps of it."""
 
-    def rewards(self, batch: RolloutBatch, check: Check = no_check) -> Tensor:
+    def rewards(self, batch: RolloutBatch) -> Tensor:
         """q [B, T] of each sampled token under the present model."""
 
-    def update(self, batch: RolloutBatch, step: int, check: Check = no_check) -> dict[str, float]:
+    def update(self, batch: RolloutBatch, step: int) -> dict[str, float]:
         """Fit the model to the verdicts `acc` [B] of `batch`."""
 
 
@@ -60,6 +56,7 @@ class ImplicitPrm:
 
     It minimises the mean over responses of the cross entropy between sigmoid(sum_t q_t) and the
     verdict. `batch` needs `ref_logprobs`; responses without a verdict or a token are left out.
+    `check` runs between micro-batches (it raises to stop).
     """
 
     def __init__(
@@ -68,16 +65,17 @@ class ImplicitPrm:
         optimizer: MasterOptimizer,
         settings: PrmSettings,
         ranks: Ranks = ALONE,
+        check: Check = no_check,
     ) -> None:
         self.model, self.optimizer, self.settings = model, optimizer, settings
-        self.ranks = ranks
+        self.ranks, self.check = ranks, check
 
     @property
     def stored(self) -> StoredOptimizer:
         """As in `ProcessRewards`."""
         return self.optimizer
 
-    def rewards(self, batch: RolloutBatch, check: Check = no_check) -> Tensor:
+    def rewards(self, batch: RolloutBatch) -> Tensor:
         """As in `ProcessRewards`; 0 where `response_mask` is."""
         settings = self.settings
         found = forward_only(
@@ -85,7 +83,7 @@ class ImplicitPrm:
             batch,
             settings.micro_batch_size,
             settings.temperature,
-            check,
+            self.check,
             UNCUT,
             settings.max_tokens,
             self.ranks,
@@ -96,22 +94,16 @@ class ImplicitPrm:
         gap = logprobs - batch.column("ref_logprobs").to(logprobs)
         return self.settings.beta * masked(gap, batch.response_mask)
 
-    def update(self, batch: RolloutBatch, step: int, check: Check = no_check) -> dict[str, float]:
+    def update(self, batch: RolloutBatch, step: int) -> dict[str, float]:
         """As in `ProcessRewards`; metrics of before each optimizer step, none without verdicts."""
         batch.require(["acc", "ref_logprobs"], "the implicit process reward model")
         settings, sums = self.settings, MetricSums()
-        for rows, mini in mini_batches(
-            batch,
-            settings.epochs,
-            settings.num_mini_batches,
-            settings.seed,
-            "prm_mini_batches",
-            step,
-        ):
+        parts = settings.mini_batches(batch, settings.seed, "prm_mini_batches", step)
+        for rows, mini in parts:
             judged = mini.response_mask.bool().any(dim=1) & ~mini.column("acc").isnan()
             if not judged.any():
                 continue
-            own = self._accumulate(mini, judged, check)
+            own = self._accumulate(mini, judged)
             loss = own.mean("loss/prm", default=0.0)
             report = self.optimizer.step(loss=loss, rows=own.blamed(rows))
             if report.non_finite:
@@ -126,12 +118,12 @@ class ImplicitPrm:
             )
         return sums.result()
 
-    def _accumulate(self, mini: RolloutBatch, judged: Tensor, check: Check) -> MetricSums:
+    def _accumulate(self, mini: RolloutBatch, judged: Tensor) -> MetricSums:
         """Forward and backward over the micro-batches of one mini-batch, and what was seen."""
         settings, own, total = self.settings, MetricSums(), float(judged.sum())
-        order = micro_rows(mini, settings.micro_batch_size, settings.max_tokens, self.ranks.size)
+        order = settings.micro_rows(mini, self.ranks.size)
         for rows, counts in self.ranks.share([rows for rows in order if judged[rows].any()]):
-            check()
+            self.check()
             micro, here = mini.select(rows), judged[rows]
             out = response_logprobs(self.model, micro, temperature=settings.temperature)
             logits = self._rewards(out.logprobs.cpu(), micro).sum(dim=1)[here]

@@ -52,7 +52,6 @@ from posttrain.core.training.objective import (
 from posttrain.core.training.optim import MasterOptimizer, StepReport, StoredOptimizer
 from posttrain.core.training.ranks import ALONE, Ranks, in_place
 from posttrain.core.training.sft import PtxTerm
-from posttrain.core.training.splitting import mini_batches
 from posttrain.core.training.text_distillation import text_distillation
 from posttrain.core.training.token_weights import HeardWeights
 from posttrain.core.training.updates import (
@@ -69,13 +68,12 @@ from posttrain.core.training.updates import (
 class Progress:
     """What the updates on one rollout batch have come to so far; begun by `of`.
 
-    `step`, `kl_coef` and `check` are the same for all of them. `products` are what is known of the
-    first optimizer step's pass. The other fields are described in `UpdateResult`.
+    `step` and `kl_coef` are the same for all of them. `products` are what is known of the first
+    optimizer step's pass. The other fields are described in `UpdateResult`.
     """
 
     step: int
     kl_coef: float
-    check: Check
     products: SampledOutputs | None
     first_logprobs: Tensor | None
     seen: ResponseForward
@@ -93,13 +91,12 @@ class Progress:
         batch: RolloutBatch,
         step: int,
         kl_coef: float,
-        check: Check = no_check,
         products: SampledOutputs | None = None,
     ) -> Progress:
         """Before the first update."""
         seen = ResponseForward.full(torch.empty(batch.mask.shape), float("nan"))
         unread = torch.full((len(batch),), -1)
-        return cls(step, kl_coef, check, products, batch.old_logprobs, seen, unread)
+        return cls(step, kl_coef, products, batch.old_logprobs, seen, unread)
 
     def saw(self, rows: Tensor, read: ResponseForward, number: int) -> None:
         """Note what the update `number` `read` [n, T] in `rows` [n] of the batch."""
@@ -176,7 +173,7 @@ class Learner:
     reference, or a teacher that follows the policy. `teachers` are all that the stage has, in
     order; one whose weights are elsewhere is None, one may be the policy itself. `matched` are, for
     a loss of texts, the tokens [M, 2] that each shares with the policy. Of several `ranks` each has
-    a learner, and all are called alike.
+    a learner, and all are called alike. `check` runs between micro-batches (it raises to stop).
     """
 
     source: RemotePolicy | None = None
@@ -194,10 +191,11 @@ class Learner:
         ptx: PtxTerm | None = None,
         trust_region: NaturalGradient | None = None,
         ranks: Ranks = ALONE,
+        check: Check = no_check,
         teachers: Mapping[str, PreTrainedModel | None] | None = None,
         matched: Mapping[str, Tensor] | None = None,
     ) -> None:
-        self.model, self.optimizer, self.ranks = model, optimizer, ranks
+        self.model, self.optimizer, self.ranks, self.check = model, optimizer, ranks, check
         self.objective, self.settings, self.reference = objective, settings, reference
         self.moving = moving
         self.guard, self.ptx, self.trust_region = guard, ptx, trust_region
@@ -218,7 +216,6 @@ class Learner:
         batch: RolloutBatch,
         step: int,
         kl_coef: float,
-        check: Check = no_check,
         products: SampledOutputs | None = None,
     ) -> UpdateResult:
         """All epochs and mini-batches over `batch`, which has the columns of `update_columns`.
@@ -228,13 +225,11 @@ class Learner:
         computed when it sampled `batch`; the first optimizer step does not compute it again, and
         they are empty afterwards.
         """
-        settings, done = self.settings, Progress.of(batch, step, kl_coef, check, products)
+        settings, done = self.settings, Progress.of(batch, step, kl_coef, products)
         needed = update_columns(self.objective, settings, kl_coef) - {"is_weight"}
         batch.require({"advantages", "mask"} | needed, "the learner")
         version = None if self.moving is None else float(self.moving.version)
-        parts = mini_batches(
-            batch, settings.epochs, settings.num_mini_batches, settings.seed, "mini_batches", step
-        )
+        parts = settings.mini_batches(batch, settings.seed, "mini_batches", step)
         for number, (rows, mini) in enumerate(parts):
             mini, prepared = self._prepare(done, mini, number)
             done.sums.add_means(prepared.metrics)
@@ -250,7 +245,7 @@ class Learner:
             metrics["guard/exceeded"] = metrics.get("guard/exceeded", 0.0)
             metrics["guard/rate_factor"] = done.rate_factor
         first = batch.rollout_logprobs if done.first_logprobs is None else done.first_logprobs
-        metrics |= self._phase_end(batch.with_columns(old_logprobs=first), metrics, check)
+        metrics |= self._phase_end(batch.with_columns(old_logprobs=first), metrics)
         return UpdateResult(metrics, first, done.seen, done.seen_by, done.first_pass)
 
     def _one_update(
@@ -288,7 +283,7 @@ class Learner:
                 return False
             done.rate_factor *= self.guard.factor
         if self.ptx is not None:
-            self.ptx.accumulate(self.model, done.step, number, own, done.check, self.ranks)
+            self.ptx.accumulate(self.model, done.step, number, own, self.check, self.ranks)
         loss = sum(own.mean(name, default=0.0) for name in ("loss/total", "loss/term/ptx"))
         report = self.optimizer.step(done.rate_factor, loss=loss, rows=own.blamed(of_batch))
         if not report.non_finite:
@@ -330,7 +325,7 @@ class Learner:
             if heard is not None:
                 heard.listen(loss, rows)
 
-        taken = self.trust_region.step(mini, self.objective, prepared, draw, done.check, record)
+        taken = self.trust_region.step(mini, self.objective, prepared, draw, record)
         if heard is not None:
             heard.record(own)
         old = mini.column("old_logprobs")
@@ -354,20 +349,18 @@ class Learner:
             if number == 0 and mini.entropy is not None and not self.objective.bypass_old:
                 mini = mini.with_columns(logprobs_now=mini.column("old_logprobs"))
             else:
-                now = self.forward_only(self.model, mini, done.check)
+                now = self.forward_only(self.model, mini)
                 mini = mini.with_columns(logprobs_now=now.logprobs, entropy=now.entropy)
         draw = generator(self.settings.seed, "prepare", done.step, number)
         num_parts = len(self.settings.micro_rows(mini, self.ranks.size))
         return mini, self.objective.prepare(mini, draw, num_parts, done.step)
 
-    def _phase_end(
-        self, batch: RolloutBatch, metrics: dict[str, float], check: Check
-    ) -> dict[str, float]:
+    def _phase_end(self, batch: RolloutBatch, metrics: dict[str, float]) -> dict[str, float]:
         """Report the finished batch to the losses; measure how far it moved the policy if asked."""
         losses = [term.loss for term in self.objective.terms]
         found: dict[str, float] = {}
         if any(loss.wants_phase_kl() for loss in losses):
-            now = self.forward_only(self.model, batch, check)
+            now = self.forward_only(self.model, batch)
             gap = (now.logprobs - batch.column("old_logprobs"))[batch.mask.bool()].double()
             gap = gap[gap.isfinite()]  # rows of a step that was skipped have none
             if gap.numel():
@@ -382,35 +375,42 @@ class Learner:
         put_away(self.model)
         self.moving.move(1.0)
 
-    def reference_logprobs(self, batch: RolloutBatch, check: Check = no_check) -> Tensor:
+    def reference_logprobs(self, batch: RolloutBatch) -> Tensor:
         """Log-probs [B, T] of the frozen reference policy."""
         assert self.reference is not None, "a KL term needs a reference model"
-        return self.forward_only(self.reference, batch, check).logprobs
+        return self.forward_only(self.reference, batch).logprobs
 
     def policy_pass(
-        self, batch: RolloutBatch, check: Check = no_check, products: SampledOutputs | None = None
+        self, batch: RolloutBatch, products: SampledOutputs | None = None
     ) -> ResponseForward:
         """The present policy's log-probs, entropy and probability kept by top-k and top-p."""
-        return self.forward_only(self.model, batch, check, self.settings.cut, products)
+        return self.forward_only(self.model, batch, self.settings.cut, products)
 
     def forward_only(
         self,
         model: PreTrainedModel,
         batch: RolloutBatch,
-        check: Check = no_check,
         cut: Cut = UNCUT,
         products: SampledOutputs | None = None,
     ) -> ResponseForward:
         """Log-probs and entropy [B, T] of `model` without gradient, in micro-batches."""
-        size, most = self.settings.micro_batch_size, self.settings.max_tokens
-        temperature = self.settings.temperature
-        return forward_only(model, batch, size, temperature, check, cut, most, self.ranks, products)
+        return forward_only(
+            model,
+            batch,
+            self.settings.micro_batch_size,
+            self.settings.temperature,
+            self.check,
+            cut,
+            self.settings.max_tokens,
+            self.ranks,
+            products,
+        )
 
-    def sum_pi_squared(self, batch: RolloutBatch, check: Check = no_check) -> Tensor:
+    def sum_pi_squared(self, batch: RolloutBatch) -> Tensor:
         """The policy's sum of squared probabilities [B, T] at each response token."""
         rows, parts = [], []
         for index, counts in self.ranks.share(self.settings.micro_rows(batch, self.ranks.size)):
-            check()
+            self.check()
             micro, temperature = batch.select(index), self.settings.temperature
             found = response_sum_pi_squared(self.model, micro, temperature=temperature)
             if counts:
@@ -449,7 +449,7 @@ class Learner:
         learned = mini.mask + mini.column("obs_mask") if observed else mini.mask
         order = [active[part] for part in parts if learned[active[part]].any()]
         for rows, counts in self.ranks.share(order):
-            done.check()
+            self.check()
             micro = mini.select(rows)
             states, out = response_pass(
                 self.model,
@@ -486,15 +486,13 @@ class Learner:
             share.backward()  # type: ignore[no-untyped-call]
         return seen.map(self.ranks.add)
 
-    def teacher_pass(
-        self, name: str, batch: RolloutBatch, top_k: int, check: Check = no_check
-    ) -> TeacherScores:
+    def teacher_pass(self, name: str, batch: RolloutBatch, top_k: int) -> TeacherScores:
         """As in `PolicyLearner`."""
         batch = batch.for_teachers()
         teacher, temperature = self.teachers[name], self.settings.temperature
         assert teacher is not None, "its weights are in this process"
         if not top_k:
-            return TeacherScores(self.forward_only(teacher, batch, check).logprobs)
+            return TeacherScores(self.forward_only(teacher, batch).logprobs)
         order = self.settings.micro_rows(batch, self.ranks.size)
         return candidate_pass(
             teacher,
@@ -502,7 +500,7 @@ class Learner:
             order,
             top_k=top_k,
             temperature=temperature,
-            check=check,
+            check=self.check,
             ranks=self.ranks,
         )
 

@@ -302,6 +302,7 @@ class NaturalGradient:
     s = sqrt(2 delta / x'(F + damping)x), shortened until the *measured* KL, exact over the
     vocabulary, is within delta and L has improved; else the weights are put back bit for bit. A
     gradient of exactly 0 moves nothing. Memory: six vectors as large as the parameters.
+    `check` runs between passes (it raises to stop; the weights are then as before).
     """
 
     def __init__(
@@ -310,6 +311,7 @@ class NaturalGradient:
         config: TrustRegion,
         temperature: float,
         micro_batch_size: int,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         params = [p for p in model.parameters() if p.requires_grad]
         low = {p.dtype for p in params} - {torch.float32, torch.float64}
@@ -321,6 +323,7 @@ class NaturalGradient:
             )
         self.model, self.config = model, config
         self.temperature, self.micro_batch_size = temperature, micro_batch_size
+        self.check = check
         self._flat = FlatParameters(params)
 
     def step(
@@ -329,16 +332,14 @@ class NaturalGradient:
         objective: Objective,
         prepared: PreparedMini,
         generator: torch.Generator,
-        check: Callable[[], None] = lambda: None,
         record: Record | None = None,
     ) -> dict[str, float]:
         """One trust-region step on the mini-batch `mini`; needs `advantages`, `old_logprobs`.
 
-        `generator` draws the tokens of the Fisher matrix. `check` runs between passes (it raises to
-        stop; the weights are then as before).
+        `generator` draws the tokens of the Fisher matrix.
         """
         mini.require(["advantages", "old_logprobs"], "the trust region")
-        parts, surrogate, gradient = self._differentiate(mini, objective, prepared, check, record)
+        parts, surrogate, gradient = self._differentiate(mini, objective, prepared, record)
         metrics = _nothing_taken() | {"grad/norm": float(gradient.norm())}
         if not gradient.any() or not math.isfinite(surrogate + metrics["grad/norm"]):
             return metrics | {"trpo/skipped": 1.0}
@@ -347,7 +348,7 @@ class NaturalGradient:
             self.model,
             sample_tokens(everything, self.config.fvp_token_fraction, generator),
             temperature=self.temperature,
-            check=check,
+            check=self.check,
         )
         found = conjugate_gradient(
             lambda v: fisher(v).add_(v, alpha=self.config.damping),
@@ -359,21 +360,20 @@ class NaturalGradient:
             return metrics | {"trpo/skipped": 1.0}
         curvature = float(torch.dot(found.x, gradient - found.residual))  # x'(F + damping)x
         full = found.x.mul_(math.sqrt(2 * self.config.delta / (max(0.0, curvature) + 1e-8)))
-        return metrics | self._search(parts, objective, surrogate, gradient, full, check)
+        return metrics | self._search(parts, objective, surrogate, gradient, full)
 
     def _differentiate(
         self,
         mini: RolloutBatch,
         objective: Objective,
         prepared: PreparedMini,
-        check: Callable[[], None],
         record: Record | None,
     ) -> tuple[list[_Part], float, Tensor]:
         """The micro-batches that take loss, L and its gradient [D] at the present weights."""
         parts: list[_Part] = []
         surrogate, gradient = 0.0, self._flat.join([None] * len(self._flat.params))
         for rows in torch.split(torch.arange(len(mini)), self.micro_batch_size):
-            check()
+            self.check()
             micro, found = mini.select(rows), prepared.rows(rows)
             if not micro.mask.any():
                 continue
@@ -407,7 +407,6 @@ class NaturalGradient:
         surrogate: float,
         gradient: Tensor,
         full: Tensor,
-        check: Callable[[], None],
     ) -> dict[str, float]:
         """Try ever shorter steps along `full` [D]; keep the first that is good, else none."""
         config, start = self.config, self._flat.read()
@@ -417,7 +416,7 @@ class NaturalGradient:
             for backtracks in range(config.max_backtracks + 1):
                 fraction = config.backtrack_ratio**backtracks
                 self._flat.write(torch.add(start, full, alpha=fraction))
-                new, kl = self._evaluate(parts, objective, old_head, check)
+                new, kl = self._evaluate(parts, objective, old_head)
                 improvement, expected = new - surrogate, fraction * slope
                 enough = improvement > 0 and improvement >= config.accept_ratio * expected
                 accepted = kl <= config.delta and enough
@@ -436,15 +435,11 @@ class NaturalGradient:
 
     @torch.no_grad()
     def _evaluate(
-        self,
-        parts: Sequence[_Part],
-        objective: Objective,
-        old_head: OutputHead,
-        check: Callable[[], None],
+        self, parts: Sequence[_Part], objective: Objective, old_head: OutputHead
     ) -> tuple[float, float]:
         surrogate, mean_kl = 0.0, 0.0
         for part in parts:
-            check()
+            self.check()
             loss, _, hidden = self._forward(part.micro, part.prepared, objective)
             surrogate -= float(loss.total)
             kl = token_kl(

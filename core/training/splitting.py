@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -12,21 +12,42 @@ from posttrain.core.batch import RolloutBatch
 from posttrain.core.runtime.seeding import generator
 
 
-def mini_batches(
-    batch: RolloutBatch, epochs: int, num_parts: int, seed: int, *path: str | int
-) -> Iterator[tuple[Tensor, RolloutBatch]]:
-    """In every epoch the batch's groups in `num_parts` parts, shuffled by (seed, path, epoch).
+@dataclass(frozen=True, slots=True)
+class Splitting:
+    """What a model's settings say of how a rollout batch is cut up for its updates.
 
-    Each comes with the indices of its rows in `batch`.
+    Micro-batches change memory and speed, never the result.
     """
-    for rows in mini_rows(batch, epochs, num_parts, seed, *path):
-        yield rows, batch if num_parts == 1 else batch.select(rows)
+
+    epochs: int
+    num_mini_batches: int
+    micro_batch_size: int
+    max_tokens: int | None = field(default=None, kw_only=True)
+
+    @property
+    def updates_per_batch(self) -> int:
+        """Optimizer steps taken on each rollout batch."""
+        return self.epochs * self.num_mini_batches
+
+    def mini_batches(
+        self, batch: RolloutBatch, seed: int, *path: str | int
+    ) -> Iterator[tuple[Tensor, RolloutBatch]]:
+        """The mini-batches of all epochs, each with the indices of its rows in `batch`."""
+        for rows in mini_rows(batch, self.epochs, self.num_mini_batches, seed, *path):
+            yield rows, batch if self.num_mini_batches == 1 else batch.select(rows)
+
+    def micro_rows(self, batch: RolloutBatch, num_ranks: int = 1) -> list[Tensor]:
+        """Row indices of each micro-batch of `batch`."""
+        return micro_rows(batch, self.micro_batch_size, self.max_tokens, num_ranks)
 
 
 def mini_rows(
     batch: RolloutBatch, epochs: int, num_parts: int, seed: int, *path: str | int
 ) -> Iterator[Tensor]:
-    """Row indices of each of `mini_batches`."""
+    """In every epoch the batch's groups in `num_parts` parts, shuffled by (seed, path, epoch).
+
+    Each part as the indices of its rows.
+    """
     for epoch in range(epochs):
         if num_parts == 1:
             yield torch.arange(len(batch))

@@ -29,9 +29,7 @@ SCORES = TOPK | {"teacher_logprobs"}
 class ScoresTokens(Protocol):
     """A teacher, wherever its weights are."""
 
-    def scores(
-        self, batch: RolloutBatch, top_k: int, learner: PolicyLearner, check: Check
-    ) -> TeacherScores:
+    def scores(self, batch: RolloutBatch, top_k: int, learner: PolicyLearner) -> TeacherScores:
         """What it says of `batch`; with its best `top_k` candidates unless that is 0."""
 
 
@@ -41,11 +39,9 @@ class LocalTeacher:
 
     name: str
 
-    def scores(
-        self, batch: RolloutBatch, top_k: int, learner: PolicyLearner, check: Check
-    ) -> TeacherScores:
+    def scores(self, batch: RolloutBatch, top_k: int, learner: PolicyLearner) -> TeacherScores:
         """As in `ScoresTokens`: one forward pass."""
-        return learner.teacher_pass(self.name, batch, top_k, check)
+        return learner.teacher_pass(self.name, batch, top_k)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +79,8 @@ class Teachers:
 
     `top_k` is the number of candidates that a loss asks for. `contexts` are of the teachers that
     read another prompt than the policy does; a response that has none for its teacher has no
-    teacher. `readers` are the teachers, in order, where these have tokenizers of their own.
+    teacher. `readers` are the teachers, in order, where these have tokenizers of their own. `check`
+    runs between teachers (it raises to stop).
     """
 
     scorers: Mapping[str, ScoresTokens]
@@ -92,13 +89,13 @@ class Teachers:
     on_missing: Literal["error", "mask"] = "error"
     contexts: Mapping[str, TeacherContext] = field(default_factory=dict)
     readers: tuple[TeacherReader, ...] = ()
+    check: Check = no_check
 
     def fill(
         self,
         batch: RolloutBatch,
         names: Set[str],
         learner: PolicyLearner,
-        check: Check = no_check,
     ) -> tuple[RolloutBatch, dict[str, float]]:
         """`batch` with `teacher_id`, with those of `names` that teachers fill, and metrics.
 
@@ -113,8 +110,7 @@ class Teachers:
             return batch, metrics
         began = perf_counter()
         # One pass gives all of it, for whoever reads the rest later.
-        top_k = self.top_k
-        batch = batch.with_columns(**self._scored(batch, top_k, learner, check))
+        batch = batch.with_columns(**self._scored(batch, learner))
         metrics |= self._metrics(batch) | {"time/teacher_s": perf_counter() - began}
         return batch, metrics
 
@@ -161,10 +157,8 @@ class Teachers:
         shown = batch.with_columns(teacher_prompt_ids=ids, teacher_prompt_mask=mask)
         return shown, {"distil/context_too_long_frac": too_long / len(batch)}
 
-    def _scored(
-        self, batch: RolloutBatch, top_k: int, learner: PolicyLearner, check: Check
-    ) -> dict[str, Tensor]:
-        shape = batch.response_ids.shape
+    def _scored(self, batch: RolloutBatch, learner: PolicyLearner) -> dict[str, Tensor]:
+        shape, top_k = batch.response_ids.shape, self.top_k
         logprobs = torch.full(shape, torch.nan)
         ids = torch.full((*shape, top_k), -1, dtype=torch.int64)
         values = torch.full((*shape, top_k), -torch.inf)
@@ -172,11 +166,13 @@ class Teachers:
             rows = (batch.column("teacher_id") == place).nonzero().squeeze(1)
             if len(rows) == 0:
                 continue
-            found = scorer.scores(batch.select(rows), top_k, learner, check)
+            self.check()
+            found = scorer.scores(batch.select(rows), top_k, learner)
             logprobs[rows] = found.logprobs.to(logprobs)
             if found.topk_ids is not None and found.topk_logprobs is not None:
                 ids[rows] = found.topk_ids
                 values[rows] = found.topk_logprobs.to(values)
+        self.check()
         missing = logprobs.isnan() & taught(batch).bool()
         if missing.any() and self.on_missing == "error":
             raise RunError(

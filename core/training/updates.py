@@ -22,7 +22,7 @@ from posttrain.core.training.distillation import TeacherScores
 from posttrain.core.training.forward import ResponseForward
 from posttrain.core.training.objective import Objective
 from posttrain.core.training.optim import StoredOptimizer
-from posttrain.core.training.splitting import micro_rows
+from posttrain.core.training.splitting import Splitting
 
 Check = Callable[[], None]
 """Called between micro-batches; raises to stop."""
@@ -37,20 +37,16 @@ SLOPES_EVERY = 10
 
 
 @dataclass(frozen=True, slots=True)
-class UpdateSettings:
-    """How one rollout batch is cut up. Micro-batches change memory and speed, never the result.
+class UpdateSettings(Splitting):
+    """How the policy is updated on a rollout batch.
 
     `temperature` and `cut` are the rollout's: the distribution its tokens were sampled from. With
     `token_weights` the gradient weights of tokens are measured.
     """
 
-    epochs: int
-    num_mini_batches: int
-    micro_batch_size: int
     temperature: float
     seed: int
     cut: Cut = Cut()
-    max_tokens: int | None = None
     skip_idle_rows: bool = True
     token_weights: bool = True
 
@@ -62,20 +58,11 @@ class UpdateSettings:
         """
         return self.token_weights and step % SLOPES_EVERY == 1
 
-    def micro_rows(self, batch: RolloutBatch, num_ranks: int = 1) -> list[Tensor]:
-        """Row indices of each micro-batch of `batch`."""
-        return micro_rows(batch, self.micro_batch_size, self.max_tokens, num_ranks)
-
     def idle_rows(self, objective: Objective, batch: RolloutBatch, kl_coef: float) -> Tensor:
         """Rows [B] that an update leaves out because they give no gradient."""
         if not self.skip_idle_rows:
             return torch.zeros(len(batch), dtype=torch.bool)
         return objective.idle_rows(batch, kl_coef)
-
-    @property
-    def updates_per_batch(self) -> int:
-        """Optimizer steps taken on each rollout batch."""
-        return self.epochs * self.num_mini_batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +91,7 @@ class RemotePolicy(WeightSource, Protocol):
 
 
 class PolicyLearner(Protocol):
-    """The policy that an RL stage trains."""
+    """The policy that an RL stage trains. It raises, between micro-batches, when asked to stop."""
 
     @property
     def model(self) -> PreTrainedModel:
@@ -139,28 +126,25 @@ class PolicyLearner(Protocol):
         batch: RolloutBatch,
         step: int,
         kl_coef: float,
-        check: Check = no_check,
         products: SampledOutputs | None = None,
     ) -> UpdateResult:
         """All optimizer steps on a batch that `ColumnFiller.fill_for_update` made ready."""
 
     def policy_pass(
-        self, batch: RolloutBatch, check: Check = no_check, products: SampledOutputs | None = None
+        self, batch: RolloutBatch, products: SampledOutputs | None = None
     ) -> ResponseForward:
         """The present policy's log-probs, entropy and probability kept by top-k and top-p."""
 
-    def reference_logprobs(self, batch: RolloutBatch, check: Check = no_check) -> Tensor:
+    def reference_logprobs(self, batch: RolloutBatch) -> Tensor:
         """Log-probs [B, T] of the reference policy."""
 
-    def sum_pi_squared(self, batch: RolloutBatch, check: Check = no_check) -> Tensor:
+    def sum_pi_squared(self, batch: RolloutBatch) -> Tensor:
         """The policy's sum of squared probabilities [B, T] at each response token."""
 
     def refresh_reference(self) -> None:
         """Make the present policy the reference."""
 
-    def teacher_pass(
-        self, name: str, batch: RolloutBatch, top_k: int, check: Check = no_check
-    ) -> TeacherScores:
+    def teacher_pass(self, name: str, batch: RolloutBatch, top_k: int) -> TeacherScores:
         """What the teacher `name` says of `batch`; its best `top_k` candidates unless that is 0."""
 
 

@@ -18,7 +18,7 @@ from posttrain.core.training.distillation import TeacherScores
 from posttrain.core.training.forward import ResponseForward
 from posttrain.core.training.implicit_prm import ProcessRewards
 from posttrain.core.training.optim import StoredOptimizer
-from posttrain.core.training.updates import Check, PolicyLearner, UpdateResult, no_check
+from posttrain.core.training.updates import PolicyLearner, UpdateResult
 from posttrain.pipelines.ranks.trainer import RankedOptimizer, RankTrainer
 from posttrain.pipelines.rl.build import build_objective, update_settings, wants_reference
 from posttrain.pipelines.stage.inputs import StageInputs
@@ -75,7 +75,6 @@ class RankedLearner:
         batch: RolloutBatch,
         step: int,
         kl_coef: float,
-        check: Check = no_check,
         products: SampledOutputs | None = None,
     ) -> UpdateResult:
         """As in `PolicyLearner`; the plugins here and in the ranks keep the same state."""
@@ -95,25 +94,23 @@ class RankedLearner:
         return result
 
     def policy_pass(
-        self, batch: RolloutBatch, check: Check = no_check, products: SampledOutputs | None = None
+        self, batch: RolloutBatch, products: SampledOutputs | None = None
     ) -> ResponseForward:
         """As in `PolicyLearner`."""
         found: ResponseForward = self._trainer.call("policy", batch.bare())
         return found
 
-    def reference_logprobs(self, batch: RolloutBatch, check: Check = no_check) -> Tensor:
+    def reference_logprobs(self, batch: RolloutBatch) -> Tensor:
         """As in `PolicyLearner`."""
         found: Tensor = self._trainer.call("reference", batch.bare())
         return found
 
-    def teacher_pass(
-        self, name: str, batch: RolloutBatch, top_k: int, check: Check = no_check
-    ) -> TeacherScores:
+    def teacher_pass(self, name: str, batch: RolloutBatch, top_k: int) -> TeacherScores:
         """As in `PolicyLearner`."""
         found: TeacherScores = self._trainer.call("teacher", name, batch.bare(), top_k)
         return found
 
-    def sum_pi_squared(self, batch: RolloutBatch, check: Check = no_check) -> Tensor:
+    def sum_pi_squared(self, batch: RolloutBatch) -> Tensor:
         """As in `PolicyLearner`."""
         found: Tensor = self._trainer.call("sum_pi_squared", batch.bare())
         return found
@@ -160,12 +157,12 @@ class RankedCritic:
         """As in `ValueModel`."""
         return RankedOptimizer(self._trainer, "critic", self._section.optimizer)
 
-    def values(self, batch: RolloutBatch, check: Check = no_check) -> tuple[Tensor, Tensor]:
+    def values(self, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
         """As in `ValueModel`."""
         found: tuple[Tensor, Tensor] = self._trainer.call("values", batch.bare())
         return found
 
-    def update(self, batch: RolloutBatch, step: int, check: Check = no_check) -> dict[str, float]:
+    def update(self, batch: RolloutBatch, step: int) -> dict[str, float]:
         """As in `ValueModel`."""
         found: dict[str, float] = self._trainer.call("update_critic", batch.bare(), step)
         return found
@@ -183,12 +180,12 @@ class RankedPrm:
         """As in `ProcessRewards`."""
         return RankedOptimizer(self._trainer, "implicit_prm", self._section.optimizer)
 
-    def rewards(self, batch: RolloutBatch, check: Check = no_check) -> Tensor:
+    def rewards(self, batch: RolloutBatch) -> Tensor:
         """As in `ProcessRewards`."""
         found: Tensor = self._trainer.call("process_rewards", batch.bare())
         return found
 
-    def update(self, batch: RolloutBatch, step: int, check: Check = no_check) -> dict[str, float]:
+    def update(self, batch: RolloutBatch, step: int) -> dict[str, float]:
         """As in `ProcessRewards`."""
         found: dict[str, float] = self._trainer.call("update_prm", batch.bare(), step)
         return found

@@ -109,6 +109,7 @@ def build_learner(context: StageInputs, stage: RlStage, tokenizer: ChatTokenizer
         ptx=build_ptx(context, stage, tokenizer),
         trust_region=build_trust_region(context, stage, model, settings),
         ranks=context.ranks,
+        check=context.check,
         teachers=load_teachers(context, stage, {"live": model, "ema": average, "base": base}),
         matched=shared_tokens(context, stage),
     )
@@ -215,6 +216,7 @@ def build_teachers(context: StageInputs, stage: RlStage) -> Teachers | None:
         on_missing=stage.teacher_missing,
         contexts=contexts,
         readers=tuple(readers_of(context, stage).values()),
+        check=context.check,
     )
 
 
@@ -425,7 +427,7 @@ def build_critic(context: StageInputs, stage: RlStage) -> Critic | None:
     per_batch = section.epochs * section.num_mini_batches
     used = in_optimizer_steps(section.optimizer, per_batch)
     optimizer = build_optimizer(context, model, used, stage.steps * per_batch, seed)
-    return Critic(model, optimizer, critic_settings(context, stage), context.ranks)
+    return Critic(model, optimizer, critic_settings(context, stage), context.ranks, context.check)
 
 
 def critic_settings(context: StageInputs, stage: RlStage) -> CriticSettings:
@@ -464,7 +466,7 @@ def build_prm(context: StageInputs, stage: RlStage) -> ImplicitPrm | None:
         temperature=stage.generation.temperature,
         seed=seed,
     )
-    return ImplicitPrm(model, optimizer, settings, context.ranks)
+    return ImplicitPrm(model, optimizer, settings, context.ranks, context.check)
 
 
 def value_phase(critic: ValueModel | None, section: CriticSection | None) -> ValuePhase | None:
@@ -491,7 +493,9 @@ def build_trust_region(
     loss = context.build(PolicyLoss, stage.loss_terms[0])
     if not loss.owns_update:
         return None
-    return NaturalGradient(model, loss.config, settings.temperature, settings.micro_batch_size)
+    return NaturalGradient(
+        model, loss.config, settings.temperature, settings.micro_batch_size, context.check
+    )
 
 
 def build_scorer(context: StageInputs, stage: RlStage, tokenizer: ChatTokenizer) -> Scorer:

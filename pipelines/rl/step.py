@@ -160,7 +160,7 @@ class RlLoop:
         if in_reward:
             needed |= {"old_logprobs", "ref_logprobs"}
         batch, metrics = drop_groups(rollout.rows, self.stage.drop_groups)
-        batch, found = self.columns.fill(batch, needed, self.context.check, rollout.products)
+        batch, found = self.columns.fill(batch, needed, rollout.products)
         metrics |= found
         if in_reward:
             metrics |= (kl := kl_of_batch(batch, self.kl))
@@ -189,28 +189,26 @@ class RlLoop:
                 greedy = self.scorer.greedy(self.engine, batch, limit, self.episodes)
             batch = batch.with_columns(baseline_reward=greedy)
         if self.critic is not None:
-            batch = self.critic.with_values(batch, self.context.check)
+            batch = self.critic.with_values(batch)
         if self.prm is not None:
-            found = self.prm.rewards(batch, self.context.check)
-            batch = batch.with_columns(process_rewards=found)
+            batch = batch.with_columns(process_rewards=self.prm.rewards(batch))
         return batch
 
     def update_policy(self, rollout: Rollout) -> tuple[Update, Metrics]:
         """Take the optimizer steps of the critic, of the process reward model and, unless the
         critic trains alone, of the policy.
         """
-        check, products = self.context.check, rollout.products
-        batch, step = rollout.rows, rollout.step
-        check()
-        metrics = {} if self.critic is None else self.critic.update(batch, step, check)
-        metrics |= {} if self.prm is None else self.prm.update(batch, step, check)
+        batch, step, products = rollout.rows, rollout.step, rollout.products
+        self.context.check()
+        metrics = {} if self.critic is None else self.critic.update(batch, step)
+        metrics |= {} if self.prm is None else self.prm.update(batch, step)
         if self.critic is not None and self.critic.pretraining:
-            metrics |= self.columns.mismatch(batch, check)
+            metrics |= self.columns.mismatch(batch)
             update = Update(rollout, batch)
         else:
             kl_coef = self.controller.coefficient() if self.stage.kl.place == "loss" else 0.0
-            ready = self.columns.fill_for_update(batch, step, kl_coef, check, products)
-            result = self.learner.update(ready.batch, step, kl_coef, check, products)
+            ready = self.columns.fill_for_update(batch, step, kl_coef, products)
+            result = self.learner.update(ready.batch, step, kl_coef, products)
             metrics |= ready.metrics | result.metrics | ready.pending_mismatch(result)
             metrics |= self._control_kl(rollout, result)
             update = Update(rollout, ready.batch, kl_coef, result)

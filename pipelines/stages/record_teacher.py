@@ -134,7 +134,9 @@ class _Recorder:
             sample = partial(server.sample, ends=tokenizer.end_token_ids, check=context.check)
 
         def says(batch: RolloutBatch) -> TeacherScores:
-            found = server.scores(batch, stage.top_k, None, context.check)
+            context.check()
+            found = server.scores(batch, stage.top_k)
+            context.check()
             missing = int(found.logprobs[batch.response_mask.bool()].isnan().sum())
             if missing:
                 raise RunError(

@@ -78,7 +78,7 @@ def test_vllm_says_what_the_same_weights_say(folder: Path, url: str) -> None:
     rows, mask = [torch.arange(len(batch))], batch.response_mask.bool()
     close = {"rtol": 0, "atol": TOLERANCE}
     for top_k in (0, CANDIDATES):
-        found = server.scores(batch, top_k, None, no_check)  # type: ignore[arg-type]
+        found = server.scores(batch, top_k)
         wanted = candidate_pass(
             load_tiny(folder, torch.float32), batch, rows, top_k=top_k, temperature=1.0
         )

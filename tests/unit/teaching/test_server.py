@@ -34,7 +34,7 @@ def test_a_server_says_what_the_weights_say(folder: Path, fault: str) -> None:
     with scoring_server(folder, fault) as state:
         server = TeacherServer(state.url, "big", "t")
         server.check(ChatTokenizer.load(folder))
-        found = server.scores(batch, 4, LEARNER, no_check)  # type: ignore[arg-type]
+        found = server.scores(batch, 4)
     rows = [torch.arange(len(batch))]
     wanted = candidate_pass(load_tiny(folder), batch, rows, top_k=4, temperature=1.0)
     mask = batch.response_mask.bool()

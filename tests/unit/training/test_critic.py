@@ -141,7 +141,7 @@ def test_micro_batches_of_any_size_give_the_gradient_of_one_big_batch(
             huber_delta=huber,
         )
         critic.optimizer.close()  # gradients stay in float64 on the model
-        losses.append(critic._accumulate(batch, MetricSums(), lambda: None))
+        losses.append(critic._accumulate(batch, MetricSums()))
         found.append(gradient_of(model))
     for split, loss in zip(found[1:], losses[1:], strict=True):
         assert_same_gradient(split, found[0])
@@ -155,7 +155,7 @@ def test_the_gradient_is_that_of_the_mean_squared_error(
     batch = valued_batch()
     critic = make_critic(manager, model, clip=None)
     critic.optimizer.close()
-    critic._accumulate(batch, MetricSums(), lambda: None)
+    critic._accumulate(batch, MetricSums())
     got = gradient_of(model)
     model.zero_grad()
     total: Tensor = torch.zeros((), dtype=torch.float64)
@@ -221,7 +221,7 @@ def test_values_that_left_the_band_are_counted_and_pull_no_more(
     critic = make_critic(manager, model, clip=0.2)
     critic.optimizer.close()
     sums = MetricSums()
-    critic._accumulate(batch, sums, lambda: None)
+    critic._accumulate(batch, sums)
     assert sums.result()["value/clip_frac"] == 1.0
     assert all(not g.any() for g in gradient_of(model))
 
@@ -247,10 +247,11 @@ def test_columns_are_asked_for_and_a_stop_is_heard(model_dir: Path, manager: Plu
     def stop() -> None:
         raise InterruptedError
 
+    critic.check = stop
     with pytest.raises(InterruptedError):
-        critic.values(ragged_batch([3], 2), stop)
+        critic.values(ragged_batch([3], 2))
     with pytest.raises(InterruptedError):
-        critic.update(valued_batch(), 0, stop)
+        critic.update(valued_batch(), 0)
 
 
 def test_heads_new_and_kept(model_dir: Path, tmp_path: Path, manager: PluginManager) -> None:

@@ -55,7 +55,7 @@ ACC = [1.0, 0.0, torch.nan, 1.0, 0.25, 0.0]
 def gradient(prm: ImplicitPrm, batch: RolloutBatch) -> list[Tensor]:
     prm.optimizer.close()
     of_rows = batch.response_mask.bool().any(dim=1) & ~batch.column("acc").isnan()
-    prm._accumulate(batch, of_rows, lambda: None)
+    prm._accumulate(batch, of_rows)
     held = [p.grad.clone() for p in prm.model.parameters() if p.grad is not None]
     prm.model.zero_grad()
     return held

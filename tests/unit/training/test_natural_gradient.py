@@ -78,8 +78,8 @@ def take_step(
     """One step on `batch` from the policy that sampled it."""
     mini = with_old(model, batch)
     prepared = objective.prepare(mini, generator(seed), -(-len(mini) // micro))
-    taken = NaturalGradient(model, region, TEMPERATURE, micro)
-    return taken.step(mini, objective, prepared, generator(seed), check)
+    taken = NaturalGradient(model, region, TEMPERATURE, micro, check)
+    return taken.step(mini, objective, prepared, generator(seed))
 
 
 def weights_of(model: PreTrainedModel) -> list[Tensor]:

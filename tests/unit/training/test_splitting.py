@@ -8,26 +8,32 @@ from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import Aggregator
 from posttrain.core.data.tokens import response_batch
 from posttrain.core.plugin_manager import PluginManager
-from posttrain.core.training.splitting import micro_rows, mini_batches
+from posttrain.core.training.splitting import Splitting, micro_rows
 from tests.helpers.rollouts import ragged_batch
 
 
 def test_every_epoch_has_each_group_once_and_whole_in_an_order_of_its_own() -> None:
     batch = ragged_batch([3] * 8, group_size=2)
-    parts = [mini.seq_id.tolist() for _, mini in mini_batches(batch, 2, 3, 7, "policy", 5)]
+    parts = [
+        mini.seq_id.tolist() for _, mini in Splitting(2, 3, 1).mini_batches(batch, 7, "policy", 5)
+    ]
     assert [len(part) for part in parts] == [6, 6, 4] * 2
     epochs = [sum(parts[:3], []), sum(parts[3:], [])]
     assert all(sorted(epoch) == list(range(16)) for epoch in epochs)
     assert epochs[0] != epochs[1]
     assert all(epoch[i] + 1 == epoch[i + 1] for epoch in epochs for i in range(0, 16, 2))
-    again = [mini.seq_id.tolist() for _, mini in mini_batches(batch, 2, 3, 7, "policy", 5)]
-    later = [mini.seq_id.tolist() for _, mini in mini_batches(batch, 2, 3, 7, "policy", 6)]
+    again = [
+        mini.seq_id.tolist() for _, mini in Splitting(2, 3, 1).mini_batches(batch, 7, "policy", 5)
+    ]
+    later = [
+        mini.seq_id.tolist() for _, mini in Splitting(2, 3, 1).mini_batches(batch, 7, "policy", 6)
+    ]
     assert parts == again != later
 
 
 def test_one_mini_batch_is_the_batch_itself() -> None:
     batch = ragged_batch([3, 4], group_size=2)
-    assert all(mini is batch for _, mini in mini_batches(batch, 3, 1, 0))
+    assert all(mini is batch for _, mini in Splitting(3, 1, 1).mini_batches(batch, 0))
 
 
 def test_micro_batches_cover_the_rows_in_order() -> None:
@@ -41,14 +47,14 @@ def test_a_batch_of_fewer_groups_than_planned_splits_without_losing_any() -> Non
     """What dynamic sampling leaves when its rounds are used up."""
     for groups, parts, sizes in ((5, 2, [6, 4]), (3, 4, [2, 2, 2]), (1, 4, [2])):
         batch = ragged_batch([3] * groups, group_size=2)
-        found = [mini.seq_id.tolist() for _, mini in mini_batches(batch, 1, parts, 7)]
+        found = [mini.seq_id.tolist() for _, mini in Splitting(1, parts, 1).mini_batches(batch, 7)]
         assert [len(part) for part in found] == sizes
         assert sorted(sum(found, [])) == list(range(2 * groups))
 
 
 def test_each_part_of_a_partial_batch_is_divided_by_its_own_counts() -> None:
     aggregator = PluginManager().build(Aggregator, "token-mean")
-    parts = mini_batches(ragged_batch([3] * 5, group_size=2), 1, 2, 7)
+    parts = Splitting(1, 2, 1).mini_batches(ragged_batch([3] * 5, group_size=2), 7)
     minis = [mini for _, mini in parts]
     counts = [aggregator.count(mini.mask, mini.group_id) for mini in minis]
     assert [int(count.num_tokens) for count in counts] == [int(mini.mask.sum()) for mini in minis]
