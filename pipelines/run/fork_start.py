@@ -26,7 +26,7 @@ from posttrain.core.models.device import ModelRuntime
 from posttrain.core.rollout import episode_log
 from posttrain.core.runtime.files import link_or_copy, write_text
 from posttrain.core.runtime.reporter import Reporter
-from posttrain.core.store.artifacts import Artifact, ArtifactStore
+from posttrain.core.store.artifacts import ArtifactStore
 from posttrain.core.store.identity import flat, identity_of
 from posttrain.core.store.manifests import read_manifest
 from posttrain.core.tracking.journal import JournalRow, journal_path, read_journal
@@ -56,6 +56,7 @@ from posttrain.pipelines.run.forks import (
     nearest_checkpoint,
 )
 from posttrain.pipelines.run.past_inputs import inputs_read
+from posttrain.pipelines.run.storing import StageWork
 from posttrain.pipelines.stage.engines import EnginePool
 from posttrain.pipelines.stage.files import OWN_ANSWERS, checkpoint_folder
 
@@ -65,17 +66,10 @@ BETWEEN = ".between-"
 
 @dataclass
 class ForkStart:
-    """Gives the stage `name` of a run what it shares, into `root`, the folder of its checkpoints.
-
-    `inputs` are what it reads, `parts` those of its `identity`.
-    """
+    """Gives a stage of a run what it shares, into the folder of its checkpoints."""
 
     config: RunConfig
-    name: str
-    inputs: Mapping[str, Artifact]
-    identity: str
-    parts: Mapping[str, str]
-    root: Path
+    work: StageWork
     home: Path
     store: ArtifactStore
     reporter: Reporter
@@ -90,16 +84,20 @@ class ForkStart:
     @property
     def stage(self) -> StepStage:
         """The forked stage's config."""
-        found = self.config.stages[self.name]
-        assert isinstance(found, StepStage)
-        return found
+        assert isinstance(self.work.stage, StepStage)
+        return self.work.stage
+
+    @property
+    def root(self) -> Path:
+        """The folder of its checkpoints."""
+        return self.work.files.root
 
     def begin(self) -> None:
         """Bring everything, the checkpoint last; nothing if the stage has begun already."""
         if complete_checkpoints(self.root):
             return
         fork, parent = self.parent.fork, self.parent
-        check_settings(self.name, self.config, parent)
+        check_settings(self.work.name, self.config, parent)
         self._check_model()
         self.root.mkdir(parents=True, exist_ok=True)
         own = step_folder(self.root / KEPT, fork.step)
@@ -121,7 +119,7 @@ class ForkStart:
                 ) from error
         copy_checkpoint(own, step_folder(self.root, fork.step))
         self.reporter.say(
-            f"{self.name}: its first {fork.step} steps are those of run "
+            f"{self.work.name}: its first {fork.step} steps are those of run "
             f"{parent.record.run_id[:12]}, and are not computed again"
         )
 
@@ -130,10 +128,11 @@ class ForkStart:
     def _check_model(self) -> None:
         """The model that the shared steps began with is the one that this stage reads."""
         known = self._known_digest("model")
-        if known is not None and known != self.inputs["model"].digest:
+        here = self.work.inputs["model"].digest
+        if known is not None and known != here:
             raise ConfigError(
-                f"stages.{self.name}: reads another model than {self.parent.shown} did (sha256 "
-                f"{self.inputs['model'].digest[:12]}, then {known[:12]}), so it cannot go on from "
+                f"stages.{self.work.name}: reads another model than {self.parent.shown} did "
+                f"(sha256 {here[:12]}, then {known[:12]}), so it cannot go on from "
                 "its steps: what makes the model was changed; start a run of its own with "
                 "`posttrain run`"
             )
@@ -162,10 +161,10 @@ class ForkStart:
         begun = step_of(found)
         steps = f"steps {begun + 1} to {fork.step} are" if begun + 1 < fork.step else "this step is"
         self.reporter.say(
-            f"{self.name}: run {self.parent.record.run_id[:12]} has a checkpoint after step "
+            f"{self.work.name}: run {self.parent.record.run_id[:12]} has a checkpoint after step "
             f"{begun} and none after {fork.step}: {steps} computed again with its settings"
         )
-        folder = self._parents / f"{BETWEEN}{self.identity[:16]}"
+        folder = self._parents / f"{BETWEEN}{self.work.identity[:16]}"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         try:
@@ -219,7 +218,9 @@ class ForkStart:
         mine, theirs = self.stage.fork, self.parent.stage.fork
         if (mine and mine.seed) != (theirs and theirs.seed):
             return False
-        bare = {k: v for k, v in self.parts.items() if k != "fork" and not k.startswith("fork.")}
+        bare = {
+            k: v for k, v in self.work.parts.items() if k != "fork" and not k.startswith("fork.")
+        }
         there = flat({"fork": None if theirs is None else theirs.model_dump(mode="json")})
         bare |= {key: json.dumps(value, sort_keys=True) for key, value in there}
         return identity_of(bare) == self.parent.fork.identity
@@ -237,7 +238,7 @@ class ForkStart:
             JournalRow(int(row["step"]), now_ms(), measured(_without_step(row)))
             for row in history_of(checkpoint)
         ]
-        path = journal_path(self.home / "runs", self.name, self.identity)
+        path = journal_path(self.home / "runs", self.work.name, self.work.identity)
         write_text(path, "".join(row.line() for row in rows))
 
 
@@ -419,9 +420,9 @@ class Between:
             take_steps_again(context, fork.step, lambda loop: loop.checkpoint(fork.step))
         if sink.differs is not None:
             start.warn(
-                f"{start.name}: step {sink.differs} of run {parent.record.run_id[:12]}, computed "
-                "again, is not what was recorded of it (another machine, or another version of the "
-                "program): the fork begins with what was computed now"
+                f"{start.work.name}: step {sink.differs} of run {parent.record.run_id[:12]}, "
+                "computed again, is not what was recorded of it (another machine, or another version "
+                "of the program): the fork begins with what was computed now"
             )
         made = step_folder(self.folder, fork.step)
         if not made.is_dir():

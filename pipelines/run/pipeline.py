@@ -1,7 +1,6 @@
-"""What a stage made, put into the store: digested, linked in MLflow, moved to its final place.
+"""A run in progress: its stages, each reused or computed.
 
-Over 300 lines: it is where all that surrounds a stage meets (store, locks, gates, checkpoints,
-tracking, Prefect), each of which is a module of its own.
+All that surrounds a stage meets here (store, locks, gates, checkpoints, tracking, Prefect).
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from posttrain.core.config.fork_section import StepStage
 from posttrain.core.config.gate_stages import ApproveStage, PromoteStage
 from posttrain.core.config.resolve import ResolvedRun, origins
 from posttrain.core.config.schema import RegisterStage, RunConfig
-from posttrain.core.contracts import StageOutput, Task
-from posttrain.core.errors import ApprovalRefused, ResourceError, RunError
+from posttrain.core.contracts import Task
+from posttrain.core.errors import ApprovalRefused, ResourceError
 from posttrain.core.evaluation.accuracy import Evaluation
 from posttrain.core.models.device import ModelRuntime
 from posttrain.core.plugin_manager import PluginManager
@@ -36,7 +35,6 @@ from posttrain.core.store.artifacts import (
     check_free_disk,
 )
 from posttrain.core.store.identity import identity_of
-from posttrain.core.store.manifests import digests_below, model_digest, tree_digests
 from posttrain.core.store.provenance import environment, with_plugins
 from posttrain.core.store.run_record import RunRecorder
 from posttrain.core.tracking.mlflow_run import FinalStatus, KnownModel
@@ -52,102 +50,15 @@ from posttrain.pipelines.run.gates import Gates, check_passed
 from posttrain.pipelines.run.planning import parts_of_stage, why_missed
 from posttrain.pipelines.run.progress import Reporters
 from posttrain.pipelines.run.stops import Stop, Watchdog, follows_a_stop, never
+from posttrain.pipelines.run.storing import MODELS, StageWork, check_made, store_result
 from posttrain.pipelines.run.summary import links
 from posttrain.pipelines.stage.context import StageContext
 from posttrain.pipelines.stage.engines import EnginePool
 from posttrain.pipelines.stage.files import StageFiles, checkpoint_folder, kept_evidence
-from posttrain.pipelines.stage.inputs import PROBLEMS_FILE
 from posttrain.pipelines.stage.outside import champion_input, no_longer_true, outside_digests_of
-
-MODELS = ("model", "reward_model")
-"""Kinds of artifacts that MLflow has an entry of."""
 
 MOST_LOSSES = 3
 """How often one stage goes on after ranks were lost, without a new checkpoint in between."""
-
-HOLDS = {"model": "config.json", "evaluation": "metrics.json", "dataset": PROBLEMS_FILE}
-"""A file that other stages read in an artifact of that kind."""
-
-
-def check_made(name: str, stage: StageBase, output: StageOutput, out: Path) -> None:
-    """Raise `RunError` unless the stage made what its kind says, in its own folder."""
-    plugin = f"correct `run` of kind '{stage.kind}'"
-    if not isinstance(output, StageOutput):
-        raise RunError(
-            f"stage '{name}': it returned {type(output).__name__}, expected StageOutput: {plugin}"
-        )
-    odd = sorted(n for n, value in output.metrics.items() if not isinstance(value, int | float))
-    if odd:
-        raise RunError(f"stage '{name}': its metrics {odd} are not numbers, as float is: {plugin}")
-    if not stage.passes_on and stage.makes not in output.made:
-        raise RunError(
-            f"stage '{name}': kind '{stage.kind}' says that it makes '{stage.makes}' and returned "
-            f"{sorted(output.made)}: correct its `makes`, or {plugin}"
-        )
-    for kind, path in output.made.items():
-        if not isinstance(path, Path) or not path.is_relative_to(out) or not path.exists():
-            raise RunError(
-                f"stage '{name}': its '{kind}' is {path}, expected an existing file or folder in "
-                f"the stage's own folder (context.out): {plugin}"
-            )
-        if kind in HOLDS and not (path / HOLDS[kind]).is_file():
-            raise RunError(
-                f"stage '{name}': its '{kind}' {path} holds no {HOLDS[kind]}, which other stages "
-                f"read: {plugin}"
-            )
-
-
-def store_result(
-    store: ArtifactStore,
-    name: str,
-    kind: str,
-    output: StageOutput,
-    inputs: Mapping[str, Artifact],
-    identity: str,
-    parts: dict[str, str],
-    partial: Path,
-    tracker: StageTracker,
-    began: float,
-) -> StageResult:
-    """Digest what was made, link it in MLflow, move it to its final place."""
-    final = store.folder(name, identity)
-    files = tree_digests(partial)
-    artifacts = []
-    for made_kind, path in output.made.items():
-        relative = path.relative_to(partial).as_posix()
-        digest = model_digest(digests_below(files, relative))
-        uri = str(final / relative)
-        model_id = ""
-        if made_kind in MODELS:
-            model_id = tracker.log_model_output(name=name, uri=uri, digest=digest, step=0)
-        artifacts.append(
-            Artifact(
-                kind=made_kind,
-                uri=str(path),
-                digest=digest,
-                stage=name,
-                parents=tuple(artifact.digest for artifact in inputs.values()),
-                mlflow_run_id=tracker.run_id,
-                mlflow_model_id=model_id,
-            )
-        )
-    result = StageResult(
-        name=name,
-        kind=kind,
-        status="resumed" if output.resumed else "ran",
-        artifacts=tuple(artifacts),
-        metrics=dict(output.metrics),
-        seconds=time.perf_counter() - began,
-        mlflow_run_id=tracker.run_id,
-    )
-    # Once the result is in place the stage is never run again: its record must be whole.
-    tracker.flush()
-    folder = store.commit(partial, result, identity, parts, files)
-    moved = tuple(
-        replace(item, uri=str(folder / Path(item.uri).relative_to(partial)))
-        for item in result.artifacts
-    )
-    return replace(result, artifacts=moved)
 
 
 def algorithms_of(config: RunConfig) -> str:
@@ -355,7 +266,13 @@ class Pipeline:
         )
         identity = identity_of(parts)
         self.record.stage(name, identity)
-        files = self._files(name, identity)
+        files = StageFiles(
+            checkpoint_folder(self.home, name, identity),
+            self.config.keep,
+            self.warn,
+            self.store.mirror,
+        )
+        work = StageWork(name, stage, inputs, identity, parts, files)
         with self.store.computing(
             name, identity, waits=partial(self._wait, name), check=self.check
         ):
@@ -374,11 +291,11 @@ class Pipeline:
                 answer = self.gates.answer(name, stage, inputs, identity)
             if self.fresh:
                 files.forget()
-            self._begin_fork(name, stage, inputs, identity, parts)
+            self._begin_fork(work)
             losses, newest = 0, files.resume_from()
             while True:
                 try:
-                    return self._compute(name, stage, inputs, identity, parts, files, answer)
+                    return self._compute(work, answer)
                 except RankLost as lost:
                     reached, newest = newest, files.resume_from()
                     losses = 1 if newest != reached else losses + 1
@@ -386,27 +303,15 @@ class Pipeline:
                         raise
                     self.warn(f"{name}: goes on from its last checkpoint, because {lost}")
 
-    def _begin_fork(
-        self,
-        name: str,
-        stage: StageBase,
-        inputs: Mapping[str, Artifact],
-        identity: str,
-        parts: Mapping[str, str],
-    ) -> None:
+    def _begin_fork(self, work: StageWork) -> None:
         """Give a forked stage the steps that it shares, unless it has gone on from them."""
-        if not isinstance(stage, StepStage) or stage.fork is None:
+        if not isinstance(work.stage, StepStage) or work.stage.fork is None:
             return
         from posttrain.pipelines.run.fork_start import ForkStart  # it imports every kind of stage
 
-        root = checkpoint_folder(self.home, name, identity)
         start = ForkStart(
             config=self.config,
-            name=name,
-            inputs=inputs,
-            identity=identity,
-            parts=parts,
-            root=root,
+            work=work,
             home=self.home,
             store=self.store,
             reporter=self.reporter,
@@ -450,10 +355,6 @@ class Pipeline:
             inputs |= champion_input(self.tracker.uri, stage)
         return inputs
 
-    def _files(self, name: str, identity: str) -> StageFiles:
-        root = checkpoint_folder(self.home, name, identity)
-        return StageFiles(root, self.config.keep, self.warn, self.store.mirror)
-
     def _say_why(self, name: str, stage: StageBase, parts: Mapping[str, str]) -> None:
         """In one line, why the stage runs although it did before."""
         reason = why_missed(self.store, name, stage, parts)
@@ -478,48 +379,35 @@ class Pipeline:
         self._tell_listeners(found.name, "cached", found.metrics)
         return found
 
-    def _compute(
-        self,
-        name: str,
-        stage: StageBase,
-        inputs: Mapping[str, Artifact],
-        identity: str,
-        parts: dict[str, str],
-        files: StageFiles,
-        answer: Answer | None,
-    ) -> StageResult:
+    def _compute(self, work: StageWork, answer: Answer | None) -> StageResult:
         began = time.perf_counter()
-        kind = stage.kind
-        check_free_disk(self.home, 0.0, self.config.limits.min_free_gb, f"stage '{name}'")
-        check_free_disk(self.store.root, 0.0, self.config.limits.min_free_gb, f"stage '{name}'")
+        name, stage, files = work.name, work.stage, work.files
+        for place in (self.home, self.store.root):
+            check_free_disk(place, 0.0, self.config.limits.min_free_gb, f"stage '{name}'")
         newest = files.resume_from()
         tracker = self.tracker.stage(
             name,
-            kind,
+            stage.kind,
             stage.model_dump(mode="json"),
-            identity=identity,
+            identity=work.identity,
             resumed_step=None if newest is None else read_step(newest),
         )
         out = self.store.begin(name)
         begins = self._share(stage, tracker, newest)
         try:
-            for artifact in inputs.values():
+            for artifact in work.inputs.values():
                 if artifact.mlflow_model_id:
                     tracker.log_model_input(artifact.mlflow_model_id)
             recorder = self._recorder(name, files, newest) if stage.takes_steps else None
-            context = self._context(
-                name, stage, inputs, out, files, tracker, answer, newest, recorder
-            )
-            with kept_evidence(files, newest, kind) as evidence:
+            context = self._context(work, out, tracker, answer, newest, recorder)
+            with kept_evidence(files, newest, stage.kind) as evidence:
                 output = self.manager.stage(stage).run(replace(context, evidence=evidence))
             check_made(name, stage, output, out)
             if begins:
                 output = replace(output, resumed=False)  # what it shares was not interrupted
             files.hand_over(out)
             release_memory()
-            result = store_result(
-                self.store, name, kind, output, inputs, identity, parts, out, tracker, began
-            )
+            result = store_result(self.store, work, output, out, tracker, began)
         except BaseException as error:  # Ctrl-C too: the run is ended and the error goes on
             stopped = self.stop_requested.is_set() or follows_a_stop(error)
             killed = stopped or not isinstance(error, Exception)
@@ -542,11 +430,8 @@ class Pipeline:
 
     def _context(
         self,
-        name: str,
-        stage: StageBase,
-        inputs: Mapping[str, Artifact],
+        work: StageWork,
         out: Path,
-        files: StageFiles,
         tracker: StageTracker,
         answer: Answer | None = None,
         resume_from: Path | None = None,
@@ -554,11 +439,11 @@ class Pipeline:
     ) -> StageContext:
         return StageContext(
             run=self.config,
-            name=name,
-            stage=stage,
-            inputs=inputs,
+            name=work.name,
+            stage=work.stage,
+            inputs=work.inputs,
             out=out,
-            checkpoints=files.root,
+            checkpoints=work.files.root,
             resume_from=resume_from,
             steps=steps,
             manager=self.manager,
@@ -570,12 +455,12 @@ class Pipeline:
             reporter=self.reporter,
             warn=self.warn,
             check=self.check,
-            announce=lambda event, payload: self.announce(event, name, payload),
+            announce=lambda event, payload: self.announce(event, work.name, payload),
             answer=answer,
             rows=self.rows,
             run_id=self.record.folder.name,
-            push=files.push,
-            evaluated=partial(self.evaluated, name),
+            push=work.files.push,
+            evaluated=partial(self.evaluated, work.name),
             store=self.store.root,
         )
 

@@ -15,6 +15,7 @@ from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.pipelines.rl.rollouts import Rollout
 from posttrain.pipelines.rl.step import RlLoop
 from posttrain.pipelines.run.pipeline import Pipeline
+from posttrain.pipelines.run.storing import StageWork
 from posttrain.pipelines.stage.files import StageFiles
 from posttrain.pipelines.stages.rl import build_loop
 from tests.unit.test_stage_transform import start, write
@@ -63,7 +64,8 @@ def loop_of(pipeline: Pipeline, name: str, folder: Path) -> RlLoop:
     tracker = pipeline.tracker.stage(name, "rl", {}, resumed_step=None)
     inputs = {"model": pipeline.base}
     files = StageFiles(folder / "kept", pipeline.config.keep, pipeline.warn)
-    context = pipeline._context(name, stage, inputs, folder / "out", files, tracker)
+    work = StageWork(name, stage, inputs, "", {}, files)
+    context = pipeline._context(work, folder / "out", tracker)
     with pipeline.engines.lease(context.model_dir) as engine:
         loop = build_loop(context, stage, engine, context.tokenizer(), None)
     tracker.finish("FINISHED")

@@ -27,7 +27,7 @@ from posttrain.core.store.identity import stage_parts
 from posttrain.core.training.optim import MasterOptimizer
 from posttrain.pipelines.api.planned import planned
 from posttrain.pipelines.run.checks import check_inputs, check_stages
-from posttrain.pipelines.run.pipeline import check_made
+from posttrain.pipelines.run.storing import check_made
 from tests.helpers.pipeline import environment
 from tests.helpers.plugin_site import offer
 from tests.helpers.plugins import MANAGER, REQUIRED

@@ -23,6 +23,7 @@ from posttrain.pipelines.api.planned import stage_rows
 from posttrain.pipelines.run.assembly import assemble
 from posttrain.pipelines.run.pipeline import Pipeline
 from posttrain.pipelines.run.planning import plan_stages
+from posttrain.pipelines.run.storing import StageWork
 from posttrain.pipelines.stage.files import StageFiles
 from posttrain.pipelines.stages.rl import build_loop
 
@@ -126,7 +127,8 @@ def test_rl_trains_on_the_rewritten_problems_of_a_transform_stage(
     tracker = forms.tracker.stage("rl", "rl", {}, resumed_step=None)
     inputs = {"model": forms.base, "dataset": artifact}
     files = StageFiles(folder / "kept", forms.config.keep, forms.warn)
-    context = forms._context("rl", stage, inputs, folder / "out", files, tracker)
+    work = StageWork("rl", stage, inputs, "", {}, files)
+    context = forms._context(work, folder / "out", tracker)
     with forms.engines.lease(context.model_dir) as engine:
         loop = build_loop(context, stage, engine, context.tokenizer(), None)
     problems = [prompt.problem for prompt in loop.rollouts.prompts.prompts]
