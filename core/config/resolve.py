@@ -10,11 +10,11 @@ import yaml
 from pydantic import ValidationError
 
 from posttrain.core.config import combinations, dag, preference_checks
-from posttrain.core.config import dag as gate_checks
 from posttrain.core.config.base import NO_TASK, Component, StageBase
 from posttrain.core.config.evaluation_stages import EvaluateStage
+from posttrain.core.config.explaining import explain, raise_problems
 from posttrain.core.config.gate_stages import PromoteStage
-from posttrain.core.config.loading import LoadedConfig, explain, raise_problems
+from posttrain.core.config.loading import LoadedConfig
 from posttrain.core.config.positions import Loc
 from posttrain.core.config.preference_stages import (
     PreferenceDataStage,
@@ -140,7 +140,7 @@ def resolve(loaded: LoadedConfig, manager: PluginManager) -> ResolvedRun:
         *resolver.problems,
         *dag.check(stages, loaded.where, resolver.reward_roles),
         *_check_task(loaded, stages),
-        *gate_checks.check_gates(stages, loaded.where),
+        *dag.check_gates(stages, loaded.where),
         *(line for name in stages for line in _check_stage(name, stages[name], loaded)),
     ]
     raise_problems(problems)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from posttrain.core.config.base import TASK_DATA
-from posttrain.core.config.loading import raise_problems
+from posttrain.core.config.explaining import raise_problems
 from posttrain.core.config.preference_stages import (
     PreferenceDataStage,
     PreferenceStage,

@@ -421,8 +421,8 @@ class Between:
         if sink.differs is not None:
             start.warn(
                 f"{start.work.name}: step {sink.differs} of run {parent.record.run_id[:12]}, "
-                "computed again, is not what was recorded of it (another machine, or another version "
-                "of the program): the fork begins with what was computed now"
+                "computed again, is not what was recorded of it (another machine, or another "
+                "version of the program): the fork begins with what was computed now"
             )
         made = step_folder(self.folder, fork.step)
         if not made.is_dir():
