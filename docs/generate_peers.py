@@ -82,13 +82,13 @@ def _help(path: Path, field: str) -> str:
     raise SystemExit(f"{path} has no field {field}")
 
 
-def _quoted(path: Path, field: str, until: str) -> set[str]:
-    """Names in quotes at the beginning of a field's help."""
-    return set(re.findall(r"'([\w-]+)'", _help(path, field).split(until)[0]))
+def _quoted(path: Path, until: str) -> set[str]:
+    """Names in quotes at the beginning of the help of `loss_type`."""
+    return set(re.findall(r"'([\w-]+)'", _help(path, "loss_type").split(until)[0]))
 
 
-def _choices(path: Path, field: str) -> set[str]:
-    return set(re.findall(r"^([\w-]+)$", _help(path, field), re.M)) - {"help", "choices"}
+def _choices(path: Path) -> set[str]:
+    return set(re.findall(r"^([\w-]+)$", _help(path, "loss_type"), re.M)) - {"help", "choices"}
 
 
 def _registered(path: Path, decorator: str) -> Iterator[str]:
@@ -158,19 +158,17 @@ def packages(root: Path) -> Mapping[str, Mapping[str, Callable[[], set[str]]]]:
                 if p.stem != "base_trainer"
             },
             "experimental": lambda: _folders(trl / "experimental"),
-            "losses of GRPO": lambda: _quoted(configs / "grpo_config.py", "loss_type", "'grpo':"),
-            "losses of DPO": lambda: _quoted(configs / "dpo_config.py", "loss_type", "If multiple"),
+            "losses of GRPO": lambda: _quoted(configs / "grpo_config.py", "'grpo':"),
+            "losses of DPO": lambda: _quoted(configs / "dpo_config.py", "If multiple"),
             "f-divergences of DPO": lambda: set(
                 re.findall(
                     r"`(\w+)`",
                     _help(configs / "dpo_config.py", "f_divergence_type").split("Only")[0],
                 )
             ),
-            "losses of KTO": lambda: _choices(configs / "kto_config.py", "loss_type"),
-            "losses of CPO": lambda: _choices(
-                trl / "experimental" / "cpo" / "cpo_config.py", "loss_type"
-            ),
-            "losses of SFT": lambda: _choices(configs / "sft_config.py", "loss_type"),
+            "losses of KTO": lambda: _choices(configs / "kto_config.py"),
+            "losses of CPO": lambda: _choices(trl / "experimental" / "cpo" / "cpo_config.py"),
+            "losses of SFT": lambda: _choices(configs / "sft_config.py"),
             "rewards": lambda: _functions(trl / "rewards"),
         },
         "verl 0.9.1": {

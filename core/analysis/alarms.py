@@ -118,12 +118,12 @@ def _first(seen: Seen, name: str, count: int = FEW) -> list[float]:
     return list(islice((row[name] for row in rows if name in row), count))
 
 
-def _rises(seen: Seen, name: str, count: int) -> bool:
-    """Whether the metric's mean over `count` steps is above that of as many before, beyond noise.
+def _learns(seen: Seen, count: int) -> bool:
+    """Whether the mean reward of `count` steps is above that of as many before, beyond noise.
 
     Beyond the standard error of the difference, as the steps scatter; False where there are fewer.
     """
-    was, now = _last(seen, name, count, count), _last(seen, name, count)
+    was, now = (_last(seen, "reward/mean", count, skip) for skip in (count, 0))
     if len(was) < count or len(now) < count:
         return False
     error = math.sqrt((statistics.variance(was) + statistics.variance(now)) / count)
@@ -149,7 +149,7 @@ def _ends(seen: Seen, name: str) -> tuple[float, float] | None:
 def _entropy_since_first(seen: Seen) -> Values | None:
     """Entropy now and at first; `fine` while the stage learns, or has solved its problems."""
     values = _since_first("entropy/mean")(seen)
-    fine = _rises(seen, "reward/mean", FEW) or _solved(seen, FEW)
+    fine = _learns(seen, FEW) or _solved(seen, FEW)
     return values and values | {"fine": fine}
 
 
@@ -170,7 +170,7 @@ def _lengths_and_reward(seen: Seen) -> Values | None:
         "was": statistics.fmean(was),
         "now": statistics.fmean(now),
         "reward": statistics.fmean(reward),
-        "learning": _rises(seen, "reward/mean", MANY),
+        "learning": _learns(seen, MANY),
         "solved": _solved(seen, MANY),
     }
 

@@ -82,9 +82,11 @@ class PairResult:
     largest: tuple[TokenGap, ...]
 
 
-def compare_pair(
-    first: VariantResult, second: VariantResult, mask: Tensor, count: int = 10
-) -> PairResult:
+LARGEST = 10
+"""Tokens whose weights differ most that are shown of a pair."""
+
+
+def compare_pair(first: VariantResult, second: VariantResult, mask: Tensor) -> PairResult:
     """All of it for two results on tokens `mask` [B, T]; responses without such a token are out."""
     tokens = mask.bool()
     places, rows = tokens.nonzero(), tokens.any(dim=1)
@@ -92,7 +94,7 @@ def compare_pair(
     ranks = [result.row_advantages(mask)[rows] for result in (first, second)]
     largest = [
         TokenGap(int(places[i, 0]), int(places[i, 1]), float(a[i]), float(b[i]))
-        for i in largest_differences(a, b, count)
+        for i in largest_differences(a, b, LARGEST)
     ]
     return PairResult(
         first.label,

@@ -85,10 +85,10 @@ class _Check:
     def loss(self, component: Component) -> Any:  # Any: the contract would import torch
         return self.manager.find("preference_loss", component.name).cls
 
-    def losses_like(self, trains: str, data: str) -> list[str]:
-        """Names of the losses that train this on these data."""
+    def losses_of_pairs(self, trains: str) -> list[str]:
+        """Names of the losses that train this on pairs."""
         entries: list[Any] = [*self.manager.entries("preference_loss")]
-        return [e.name for e in entries if trains in e.cls.trains and e.cls.data == data]
+        return [e.name for e in entries if trains in e.cls.trains and e.cls.data == "pairs"]
 
     def trains(self, what: str, terms: tuple[Component, ...]) -> Iterator[str]:
         """Losses that train something else than this stage does."""
@@ -100,7 +100,7 @@ class _Check:
                     "preference_loss",
                     f"'{term.name}' trains a {trained}, not a {what.replace('_', ' ')}; use it in "
                     f"a stage of kind '{other}', or choose one of "
-                    f"{self.losses_like(what, 'pairs')}",
+                    f"{self.losses_of_pairs(what)}",
                 )
 
     def one_kind_of_data(self, stage: PreferenceStage) -> Iterator[str]:
@@ -132,7 +132,7 @@ class _Check:
                     option,
                     f"is for pairs, and '{loss.name}' reads labelled answers; set it to "
                     f"{'null' if off is None else str(off).lower()}, or choose one of "
-                    f"{self.losses_like('policy', 'pairs')}",
+                    f"{self.losses_of_pairs('policy')}",
                 )
 
     def reads_scores(self, stage: PreferenceStage) -> Iterator[str]:
@@ -185,7 +185,7 @@ class _Check:
             yield self.line(
                 "online",
                 f"makes pairs, and '{loss.name}' reads labelled answers; choose one of "
-                f"{self.losses_like('policy', 'pairs')}",
+                f"{self.losses_of_pairs('policy')}",
             )
         for name, instead in _WITHOUT_ROUNDS.items():
             if getattr(stage, name) != type(stage).model_fields[name].default:
@@ -216,5 +216,5 @@ class _Check:
             yield self.line(
                 "data",
                 f"a task brings pairs, and '{leading.name}' reads labelled answers; choose one of "
-                f"{self.losses_like('policy', 'pairs')}, or name a file",
+                f"{self.losses_of_pairs('policy')}, or name a file",
             )

@@ -65,9 +65,9 @@ def without_columns(batch: RolloutBatch, kept: Set[str]) -> RolloutBatch:
     return replace(batch, **absent)
 
 
-def masked_positions(width: int = 5) -> Tensor:
+def masked_positions() -> Tensor:
     """The tokens [B, T] of a ragged batch."""
-    return torch.arange(width)[None, :] < torch.tensor(LENGTHS)[:, None]
+    return torch.arange(max(LENGTHS))[None, :] < torch.tensor(LENGTHS)[:, None]
 
 
 def ragged_batch(under_the_mask: float, seed: int = 0) -> RolloutBatch:

@@ -47,12 +47,10 @@ def all_equal(values: Tensor, zero_tol: float) -> bool:
     return spread <= zero_tol * max(1.0, float(values.abs().max()))
 
 
-def equal_share(
-    rewards: Tensor, group_ids: Tensor, scored: Tensor, zero_tol: float = 1e-6
-) -> float:
+def equal_share(rewards: Tensor, group_ids: Tensor, scored: Tensor) -> float:
     """Share of groups whose scored `rewards` [B] are all equal, groups of one included."""
     members = list(scored_groups(group_ids, scored))
-    return sum(all_equal(rewards[rows], zero_tol) for rows in members) / max(1, len(members))
+    return sum(all_equal(rewards[rows], 1e-6) for rows in members) / max(1, len(members))
 
 
 def sample_std(values: Tensor, ddof: int) -> float:

@@ -117,9 +117,9 @@ def read_available(sock: socket.socket, frames: Frames) -> tuple[list[bytes], bo
         found += frames.feed(data)
 
 
-def send_all(sock: socket.socket, data: bytes, limit_s: float = SEND_LIMIT_S) -> None:
-    """Send everything on a non-blocking socket; `Closed` when nobody takes it for `limit_s`."""
-    view, deadline = memoryview(data), time.monotonic() + limit_s
+def send_all(sock: socket.socket, data: bytes) -> None:
+    """Send everything on a non-blocking socket; `Closed` when nobody takes it for a while."""
+    view, deadline = memoryview(data), time.monotonic() + SEND_LIMIT_S
     poll = select.poll()
     poll.register(sock, select.POLLOUT)
     while view:

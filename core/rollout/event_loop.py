@@ -1,4 +1,7 @@
-"""The event loop of somebody else's coroutines: seen when it stands still, left when it does."""
+"""An event loop in a thread of its own, which may run somebody else's coroutines.
+
+It is seen when it stands still, and left when it does.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +37,11 @@ class Deaf(TimeoutError):
 class EventLoop:
     """An event loop in a thread of its own, which may stand still for `patience_s` at most."""
 
-    def __init__(self, patience_s: float) -> None:
+    def __init__(self, patience_s: float, name: str = "episodes") -> None:
         self.blocked = False
         self.asyncio = asyncio.new_event_loop()
         self._patience_s, self._beat = patience_s, time.monotonic()
-        self._thread = threading.Thread(
-            target=self.asyncio.run_forever, name="episodes", daemon=True
-        )
+        self._thread = threading.Thread(target=self.asyncio.run_forever, name=name, daemon=True)
         self._thread.start()
         self.asyncio.call_soon_threadsafe(self._beats)
 

@@ -11,18 +11,18 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import threading
+import math
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import httpx
 
 from posttrain.core.cluster.servers import Json, Server, Unreachable, make_client
 from posttrain.core.errors import ResourceError, RunError
-from posttrain.core.runtime.waiting import result_of
+from posttrain.core.rollout.event_loop import EventLoop
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -79,36 +79,15 @@ def nothing_to_check() -> None:
     """A check that never stops anything."""
 
 
-class LoopThread:
+class LoopThread(EventLoop):
     """An event loop in a thread of its own, with one HTTP client on it."""
 
     def __init__(self, timeout_s: float, connections: int) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="vllm-servers", daemon=True
-        )
-        self._thread.start()
+        super().__init__(patience_s=math.inf, name="vllm-servers")
         self.client: httpx.AsyncClient = self.run(_client(timeout_s, connections))
 
-    def run(
-        self, work: Coroutine[Any, Any, T], check: Callable[[], None] = nothing_to_check
-    ) -> T:  # Any: send and yield types
-        """The result of `work`; `check` is called while it is waited for, and raises to stop."""
-        return result_of(asyncio.run_coroutine_threadsafe(work, self._loop), check)
-
-    def close(self) -> None:
-        if self._loop.is_closed():
-            return
-        asyncio.run_coroutine_threadsafe(self._cancel_all(), self._loop).result(10)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
-        self._loop.close()
-
     async def _cancel_all(self) -> None:
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+        await super()._cancel_all()
         await self.client.aclose()
 
 

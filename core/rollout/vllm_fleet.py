@@ -101,9 +101,7 @@ class VllmFleet:
         adapter = self._held.adapter
         return self._base_name if adapter is None else adapter[0]
 
-    def start_servers(
-        self, count: int, start: StartServer, check: Check = nothing_to_check
-    ) -> None:
+    def start_servers(self, count: int, start: StartServer) -> None:
         """Start `count` servers, each by `start(index)`, and wait until they answer."""
 
         async def begin() -> None:
@@ -119,7 +117,7 @@ class VllmFleet:
             if count > 1:
                 self._held = replace(self._held, scores=await self._agreed(self._alive()))
 
-        self.loop.run(begin(), check)
+        self.loop.run(begin())
 
     def use_given(self, urls: Sequence[str], setup: EngineSetup, lora: bool) -> None:
         """Wait for the servers given by URL and check that they fit the run."""
