@@ -12,6 +12,7 @@ import shutil
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -110,10 +111,10 @@ def find_model(
     that names nothing, and `ResourceError` for a model that is not here or not what was written.
     Without `compare` a finished stage's files are not read: who compares them names what differs.
     """
-    store = store or home / "artifacts"
+    search = _Search(given, home, store or home / "artifacts", compare)
     path = Path(given).expanduser()
     if path.is_dir():
-        return _of_folder(given, path, home, store)
+        return search.of_folder(path)
     registered, run = _parsed(given)
     if registered is not None:
         found = _registered(
@@ -123,14 +124,14 @@ def find_model(
             "give the --home of the run that did",
             compare=compare,
         )
-        known = _of_folder(given, found.path, home, store)
+        known = search.of_folder(found.path)
         reported = _reported(registered, found.version)
         return replace(known, digest=found.digest, origin=reported, mlflow_model_id=found.model_id)
     if run is not None:
-        made = _of_run(given, run, home, store, compare=compare)
+        made = search.of_run(run)
         if made is not None:
             return made
-    return _from_outside(given, home, store, revision)
+    return search.from_outside(revision)
 
 
 def _parsed(given: str) -> tuple[RegisteredName | None, RunName | None]:
@@ -148,49 +149,6 @@ def _reported(named: RegisteredName, version: str) -> str:
     return f"{named.name} version {version}{alias}"
 
 
-def _of_folder(given: str, path: Path, home: Path, store: Path) -> FoundModel:
-    """A folder, and the stage of this store that made it, if one did."""
-    from posttrain.core.models.source import obtain  # with it comes huggingface_hub
-
-    if (path / ADAPTER_FILE).is_file() and not (path / "config.json").is_file():
-        return _merged(given, path, home, store)
-    base = obtain(ModelSection(source=str(path)), home / "models")
-    found = Family(store).by_folder(path)
-    if found is None:
-        return FoundModel(given, base.path, base.digest, base.origin)
-    made, digest = found
-    record = first_run(home, made)
-    return _of_stage(given, base.path, digest, made, record)
-
-
-def _merged(given: str, adapter: Path, home: Path, store: Path) -> FoundModel:
-    """A LoRA adapter merged into its base, once, in a folder of the home."""
-    from posttrain.core.models.lora import base_of_adapter_in, merge_into
-    from posttrain.core.models.quiet import quiet_libraries
-    from posttrain.core.models.source import directory_digest
-
-    quiet_libraries()
-    source, revision = base_of_adapter_in(adapter)
-    if Path(source).expanduser().resolve() == adapter.resolve():
-        raise ResourceError(
-            f"the adapter at {adapter} names itself as its base model: set "
-            "base_model_name_or_path in its adapter_config.json to the model that was adapted"
-        )
-    base = find_model(source, home, store, revision=revision)
-    digest = combine_digests({"base": base.digest, **tree_digests(adapter)})
-    folder = home / "models" / f"merged-{digest[:16]}"
-    if not folder.is_dir():
-        partial = folder.with_name(f".partial-{folder.name}-{uuid.uuid4().hex[:8]}")
-        partial.mkdir(parents=True)
-        try:
-            merge_into(base.path, adapter, partial)
-            put_in_place(partial, folder)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-    origin = f"adapter {adapter} on {base.origin}"
-    return FoundModel(given, folder, directory_digest(folder), origin)
-
-
 def first_run(home: Path, made: Made) -> RunRecord | None:
     """The first run of this home that had the stage: the one that computed it."""
     had = [r for r in _records(home) if r.stages.get(made.stage) == made.identity]
@@ -204,25 +162,6 @@ def _records(home: Path) -> Iterator[RunRecord]:
             yield find_run(home, path.parent.name)
         except PosttrainError:
             continue  # of some other run
-
-
-def _of_stage(
-    given: str, path: Path, digest: str, made: Made, record: RunRecord | None
-) -> FoundModel:
-    row = made.artifacts[digest]
-    of_run = "" if record is None else f" of run {record.run_id[:12]}"
-    return FoundModel(
-        given,
-        path,
-        digest,
-        f"stage '{made.stage}'{of_run}",
-        kind=row["kind"],
-        stage=made.stage,
-        identity=made.identity,
-        mlflow_run_id=made.mlflow_run_id,
-        mlflow_model_id=row.get("mlflow_model_id", ""),
-        run=record,
-    )
 
 
 def _registered(
@@ -257,121 +196,184 @@ def _look_up(named: RegisteredName, uri: str) -> RegisteredVersion | None:
     return registry.find_version(uri, named.name, str(named.version))
 
 
-def _of_run(
-    given: str, named: RunName, home: Path, store: Path, *, compare: bool = True
-) -> FoundModel | None:
-    """What a run of this home made; None for a hub's id that no run has."""
-    runs = (home / "runs").glob(f"{named.run}*/run.json")
-    if next(runs, None) is None:
-        made = _of_mlflow_run(given, named, home, store, compare=compare)
-        if made is not None or not named.explicit and named.stage is not None:
-            return made
-    return _stage_of(given, find_run(home, named.run), named.stage, store, compare=compare)
+@dataclass(frozen=True)
+class _Search:
+    """Looks for the model that `given` names, in a home and its store; the rest as `find_model`."""
 
+    given: str
+    home: Path
+    store: Path
+    compare: bool = True
 
-def _of_mlflow_run(
-    given: str, named: RunName, home: Path, store: Path, *, compare: bool
-) -> FoundModel | None:
-    """The model that the MLflow run of a stage logged."""
-    if len(named.run) != 32:
-        return None
-    for made in reversed(Family(store).stages):
-        if made.mlflow_run_id == named.run:
-            return _of_artifact(given, made, first_run(home, made), store, compare=compare)
-    uri = tracking_uri(home)
-    if uri is None:
-        return None
-    from mlflow.exceptions import MlflowException
+    @cached_property
+    def family(self) -> Family:
+        """The stages of the store."""
+        return Family(self.store)
 
-    from posttrain.core.tracking import mlflow_store
+    def of_folder(self, path: Path) -> FoundModel:
+        """A folder, and the stage of this store that made it, if one did."""
+        from posttrain.core.models.source import obtain  # with it comes huggingface_hub
 
-    try:
-        tags = mlflow_store.connect(uri).get_run(named.run).data.tags
-    except MlflowException:
-        return None
-    parent, stage = tags.get("mlflow.parentRunId", ""), tags.get(mlflow_store.TAG_STAGE)
-    try:
-        record = find_run(home, parent) if parent else None
-        return None if record is None else _stage_of(given, record, stage, store, compare=compare)
-    except ConfigError as error:
-        raise ResourceError(
-            f"'{given}' is a run in MLflow, of another home: give the --home of that run"
-        ) from error
+        if (path / ADAPTER_FILE).is_file() and not (path / "config.json").is_file():
+            return self._merged(path)
+        base = obtain(ModelSection(source=str(path)), self.home / "models")
+        found = self.family.by_folder(path)
+        if found is None:
+            return FoundModel(self.given, base.path, base.digest, base.origin)
+        made, digest = found
+        return self._of_stage(base.path, digest, made, first_run(self.home, made))
 
+    def _merged(self, adapter: Path) -> FoundModel:
+        """A LoRA adapter merged into its base, once, in a folder of the home."""
+        from posttrain.core.models.lora import base_of_adapter_in, merge_into
+        from posttrain.core.models.quiet import quiet_libraries
+        from posttrain.core.models.source import directory_digest
 
-def _stage_of(
-    given: str, record: RunRecord, stage: str | None, store: Path, *, compare: bool
-) -> FoundModel:
-    """The model of a run's stage, or the last model of the run; weights before reward models."""
-    family = Family(store)
-    made = {name: family.by_identity(identity) for name, identity in record.stages.items()}
-    kinds = {
-        name: {row["kind"] for row in found.artifacts.values()} & set(MODELS)
-        for name, found in made.items()
-        if found is not None
-    }
-    models = [name for name, found in kinds.items() if found]
-    short = record.run_id[:12]
-    listed = f"stages of the run that made one: {models or 'none'}"
-    if stage is None:
-        policies = [name for name in models if "model" in kinds[name]]
-        if not models:
+        quiet_libraries()
+        source, revision = base_of_adapter_in(adapter)
+        if Path(source).expanduser().resolve() == adapter.resolve():
             raise ResourceError(
-                f"run {short} has made no model yet, or not in {urls.shown(store)} (it began "
-                f"with stages {list(record.stages)}): the same `posttrain run` command goes on "
-                "with it, and --store says where its stages are"
+                f"the adapter at {adapter} names itself as its base model: set "
+                "base_model_name_or_path in its adapter_config.json to the model that was adapted"
             )
-        stage = (policies or models)[-1]
-    if stage not in record.stages:
-        raise ConfigError(
-            f"'{given}': run {short} has no stage '{stage}'{nearest(stage, record.stages)} "
-            f"({listed})"
-        )
-    found = made[stage]
-    if found is None:
-        raise ResourceError(
-            f"'{given}': stage '{stage}' of run {short} is not done, or not in "
-            f"{urls.shown(store)} ({listed}); the same `posttrain run` command goes on with the run"
-        )
-    if not kinds[stage]:
-        raise ConfigError(
-            f"'{given}': stage '{stage}' of run {short} is of kind '{found.kind}' and made no "
-            f"model ({listed})"
-        )
-    return _of_artifact(given, found, record, store, compare=compare)
+        base = find_model(source, self.home, self.store, revision=revision)
+        digest = combine_digests({"base": base.digest, **tree_digests(adapter)})
+        folder = self.home / "models" / f"merged-{digest[:16]}"
+        if not folder.is_dir():
+            partial = folder.with_name(f".partial-{folder.name}-{uuid.uuid4().hex[:8]}")
+            partial.mkdir(parents=True)
+            try:
+                merge_into(base.path, adapter, partial)
+                put_in_place(partial, folder)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+        origin = f"adapter {adapter} on {base.origin}"
+        return FoundModel(self.given, folder, directory_digest(folder), origin)
 
+    def of_run(self, named: RunName) -> FoundModel | None:
+        """What a run of this home made; None for a hub's id that no run has."""
+        runs = (self.home / "runs").glob(f"{named.run}*/run.json")
+        if next(runs, None) is None:
+            made = self._of_mlflow_run(named)
+            if made is not None or not named.explicit and named.stage is not None:
+                return made
+        return self._stage_of(find_run(self.home, named.run), named.stage)
 
-def _of_artifact(
-    given: str, made: Made, record: RunRecord | None, store: Path, *, compare: bool
-) -> FoundModel:
-    """The model of a finished stage, every file as it was written; else `ResourceError`."""
-    result, reason = ArtifactStore(store).lookup(made.stage, made.identity, compare=compare)
-    if result is None:
-        raise ResourceError(
-            f"'{given}': what stage '{made.stage}' made cannot be used ({reason}): the same "
-            "`posttrain run` command computes it again"
+    def _of_mlflow_run(self, named: RunName) -> FoundModel | None:
+        """The model that the MLflow run of a stage logged."""
+        if len(named.run) != 32:
+            return None
+        for made in reversed(self.family.stages):
+            if made.mlflow_run_id == named.run:
+                return self._of_artifact(made, first_run(self.home, made))
+        uri = tracking_uri(self.home)
+        if uri is None:
+            return None
+        from mlflow.exceptions import MlflowException
+
+        from posttrain.core.tracking import mlflow_store
+
+        try:
+            tags = mlflow_store.connect(uri).get_run(named.run).data.tags
+        except MlflowException:
+            return None
+        parent, stage = tags.get("mlflow.parentRunId", ""), tags.get(mlflow_store.TAG_STAGE)
+        try:
+            record = find_run(self.home, parent) if parent else None
+            return None if record is None else self._stage_of(record, stage)
+        except ConfigError as error:
+            raise ResourceError(
+                f"'{self.given}' is a run in MLflow, of another home: give the --home of that run"
+            ) from error
+
+    def _stage_of(self, record: RunRecord, stage: str | None) -> FoundModel:
+        """The model of a run's stage, or the run's last model; weights before reward models."""
+        made = {name: self.family.by_identity(at) for name, at in record.stages.items()}
+        kinds = {
+            name: {row["kind"] for row in found.artifacts.values()} & set(MODELS)
+            for name, found in made.items()
+            if found is not None
+        }
+        models = [name for name, found in kinds.items() if found]
+        short = record.run_id[:12]
+        listed = f"stages of the run that made one: {models or 'none'}"
+        if stage is None:
+            policies = [name for name in models if "model" in kinds[name]]
+            if not models:
+                raise ResourceError(
+                    f"run {short} has made no model yet, or not in {urls.shown(self.store)} (it "
+                    f"began with stages {list(record.stages)}): the same `posttrain run` command "
+                    "goes on with it, and --store says where its stages are"
+                )
+            stage = (policies or models)[-1]
+        if stage not in record.stages:
+            raise ConfigError(
+                f"'{self.given}': run {short} has no stage '{stage}'"
+                f"{nearest(stage, record.stages)} ({listed})"
+            )
+        found = made[stage]
+        if found is None:
+            raise ResourceError(
+                f"'{self.given}': stage '{stage}' of run {short} is not done, or not in "
+                f"{urls.shown(self.store)} ({listed}); the same `posttrain run` command goes on "
+                "with the run"
+            )
+        if not kinds[stage]:
+            raise ConfigError(
+                f"'{self.given}': stage '{stage}' of run {short} is of kind '{found.kind}' and "
+                f"made no model ({listed})"
+            )
+        return self._of_artifact(found, record)
+
+    def _of_artifact(self, made: Made, record: RunRecord | None) -> FoundModel:
+        """The model of a finished stage, every file as it was written; else `ResourceError`."""
+        result, reason = ArtifactStore(self.store).lookup(
+            made.stage, made.identity, compare=self.compare
         )
-    models = [item for item in result.artifacts if item.kind in MODELS]
-    if not models:
-        raise ConfigError(f"'{given}': stage '{made.stage}' made no model")
-    item = min(models, key=lambda item: MODELS.index(item.kind))
-    return _of_stage(given, item.path, item.digest, made, record)
+        if result is None:
+            raise ResourceError(
+                f"'{self.given}': what stage '{made.stage}' made cannot be used ({reason}): the "
+                "same `posttrain run` command computes it again"
+            )
+        models = [item for item in result.artifacts if item.kind in MODELS]
+        if not models:
+            raise ConfigError(f"'{self.given}': stage '{made.stage}' made no model")
+        item = min(models, key=lambda item: MODELS.index(item.kind))
+        return self._of_stage(item.path, item.digest, made, record)
 
-
-def _from_outside(given: str, home: Path, store: Path, revision: str | None) -> FoundModel:
-    """A model of a hub, or the bundled one."""
-    from posttrain.core.models.source import obtain
-
-    if given.startswith((".", "/", "~")) or given.count("/") != 1:
-        runs = [path.parent.name for path in (home / "runs").glob("*/run.json")]
-        raise ConfigError(
-            f"'{given}' names no model: there is no such folder"
-            f"{nearest(given, _siblings(Path(given).expanduser()))}, and no run of {home} begins "
-            f"with it ({len(runs)} runs); expected {FORMS}"
+    def _of_stage(
+        self, path: Path, digest: str, made: Made, record: RunRecord | None
+    ) -> FoundModel:
+        row = made.artifacts[digest]
+        of_run = "" if record is None else f" of run {record.run_id[:12]}"
+        return FoundModel(
+            self.given,
+            path,
+            digest,
+            f"stage '{made.stage}'{of_run}",
+            kind=row["kind"],
+            stage=made.stage,
+            identity=made.identity,
+            mlflow_run_id=made.mlflow_run_id,
+            mlflow_model_id=row.get("mlflow_model_id", ""),
+            run=record,
         )
-    section = ModelSection(source=given, revision=revision)
-    base = obtain(section, home / "models")
-    return FoundModel(given, base.path, base.digest, base.origin)
+
+    def from_outside(self, revision: str | None) -> FoundModel:
+        """A model of a hub, or the bundled one."""
+        from posttrain.core.models.source import obtain
+
+        given, home = self.given, self.home
+        if given.startswith((".", "/", "~")) or given.count("/") != 1:
+            runs = [path.parent.name for path in (home / "runs").glob("*/run.json")]
+            raise ConfigError(
+                f"'{given}' names no model: there is no such folder"
+                f"{nearest(given, _siblings(Path(given).expanduser()))}, and no run of {home} "
+                f"begins with it ({len(runs)} runs); expected {FORMS}"
+            )
+        section = ModelSection(source=given, revision=revision)
+        base = obtain(section, home / "models")
+        return FoundModel(given, base.path, base.digest, base.origin)
 
 
 def base_of(found: FoundModel, home: Path, store: Path | None = None) -> FoundModel:
@@ -404,12 +406,12 @@ def find_base(section: ModelSection, home: Path, store: Path | None = None) -> F
     """The section with a hub id or directory as its source. Reads only, downloads nothing."""
     if Path(section.source).expanduser().is_dir():
         return Found(section)
-    store = store or home / "artifacts"
     named = RegisteredName.parse(section.source)
     if named is not None:
         return _registered_base(section, named, home)
     run = RunName.parse(section.source)
-    found = None if run is None else _of_run(section.source, run, home, store)
+    search = _Search(section.source, home, store or home / "artifacts")
+    found = None if run is None else search.of_run(run)
     if found is None:
         return Found(section)
     if found.kind != "model":
