@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,9 +43,9 @@ if TYPE_CHECKING:
 
 _STATE = "state.json"
 _TENSORS = "optimizer"
-_CRITIC = "critic"
-_PRM = "implicit_prm"
-_REFERENCE = "reference"
+_POLICY = "."
+CRITIC, REFERENCE, PRM = "critic", "reference", "implicit_prm"
+"""Places of the tensors, in a checkpoint, of what is trained or moves next to the policy."""
 SCHEMA_VERSION = 7
 
 
@@ -68,15 +69,11 @@ def save_checkpoint(
     folder: Path,
     optimizer: StoredOptimizer,
     state: LoopState,
-    *,
-    critic: StoredOptimizer | None = None,
-    reference: StoredOptimizer | None = None,
-    prm: StoredOptimizer | None = None,
+    others: Mapping[str, StoredOptimizer] = MappingProxyType({}),
 ) -> None:
     """Write a new `folder`: tensors first, the state with their digest last, then rename.
 
-    The tensors of a `critic`'s optimizer, of a `reference` that moves and of the optimizer of a
-    process reward model `prm` lie in folders of their own inside it.
+    The tensors of `others` (`CRITIC`, `REFERENCE`, `PRM`) lie in folders of that name inside it.
     """
     partial = _partial(folder)
     shutil.rmtree(partial, ignore_errors=True)
@@ -86,7 +83,7 @@ def save_checkpoint(
         **asdict(state),
         "optimizers": {
             place: _write_tensors(partial, place, one)
-            for place, one in _by_place(optimizer, critic, reference, prm).items()
+            for place, one in {_POLICY: optimizer, **others}.items()
         },
     }
     (partial / _STATE).write_text(json.dumps(record))
@@ -100,12 +97,9 @@ def _partial(folder: Path) -> Path:
 def load_checkpoint(
     folder: Path,
     optimizer: StoredOptimizer,
-    *,
-    critic: StoredOptimizer | None = None,
-    reference: StoredOptimizer | None = None,
-    prm: StoredOptimizer | None = None,
+    others: Mapping[str, StoredOptimizer] = MappingProxyType({}),
 ) -> LoopState:
-    """Load `folder` into `optimizer`, `critic`'s, `prm`'s, and their models, and into `reference`.
+    """Load `folder` into `optimizer` and `others`, and into their models.
 
     A moving reference and a process reward model in the checkpoint may be left alone.
     """
@@ -115,14 +109,14 @@ def load_checkpoint(
             f"checkpoint '{folder}' has schema version {record.get('version')}, this program reads "
             f"{SCHEMA_VERSION}: run with --fresh to start the stage over"
         )
-    wanted, saved = _by_place(optimizer, critic, reference, prm), record["optimizers"]
-    if (_CRITIC in wanted) != (_CRITIC in saved):
-        has, needs = (("a" if _CRITIC in places else "no") for places in (saved, wanted))
+    wanted, saved = {_POLICY: optimizer, **others}, record["optimizers"]
+    if (CRITIC in wanted) != (CRITIC in saved):
+        has, needs = (("a" if CRITIC in places else "no") for places in (saved, wanted))
         raise RunError(
             f"checkpoint '{folder}' has {has} critic, but the stage has {needs} critic: run with "
             "--fresh to start the stage over"
         )
-    for place, what in ((_REFERENCE, "moving reference"), (_PRM, "process reward model")):
+    for place, what in ((REFERENCE, "moving reference"), (PRM, "process reward model")):
         if place in wanted and place not in saved:
             raise RunError(
                 f"checkpoint '{folder}' has no {what}, but the stage has one: run with --fresh to "
@@ -175,17 +169,6 @@ def history_of(folder: Path) -> list[dict[str, float]]:
     """The metrics of each step that a checkpoint has behind it."""
     found: list[dict[str, float]] = _read_record(folder)["history"]
     return found
-
-
-def _by_place(
-    optimizer: StoredOptimizer,
-    critic: StoredOptimizer | None,
-    reference: StoredOptimizer | None,
-    prm: StoredOptimizer | None,
-) -> dict[str, StoredOptimizer]:
-    """Each optimizer by the folder of its tensors, relative to the checkpoint's."""
-    places = {".": optimizer, _CRITIC: critic, _REFERENCE: reference, _PRM: prm}
-    return {place: one for place, one in places.items() if one is not None}
 
 
 def _write_tensors(root: Path, place: str, optimizer: StoredOptimizer) -> dict[str, object]:

@@ -305,17 +305,11 @@ def step_row_tensors(rows: Sequence[StepRow]) -> dict[str, Tensor]:
     }
 
 
-def weight_tensors(
-    policy: StoredOptimizer,
-    critic: StoredOptimizer | None,
-    step: int,
-    prm: StoredOptimizer | None = None,
-) -> dict[str, Tensor | Block]:
-    """Trained weights by name: of the policy, of the critic, of the process reward model."""
+def weight_tensors(trained: Mapping[str, StoredOptimizer], step: int) -> dict[str, Tensor | Block]:
+    """Trained weights by name, after that of what they are of: `POLICY`, `CRITIC`, `PRM`."""
     return {
         f"{of}/{name}": tensor
-        for of, stored in ((POLICY, policy), (CRITIC, critic), (PRM, prm))
-        if stored is not None
+        for of, stored in trained.items()
         for name, tensor in stored.weights(step).items()
     }
 

@@ -30,7 +30,7 @@ from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.errors import ConfigError
 from posttrain.core.models.device import set_threads
 from posttrain.core.store.artifacts import Artifact
-from posttrain.core.training.checkpoint import load_checkpoint
+from posttrain.core.training.checkpoint import CRITIC, load_checkpoint
 from posttrain.pipelines.analysis.past_run import (
     PastRun,
     check_step,
@@ -198,8 +198,8 @@ def _load(
     learner = build_learner(there, stage, there.tokenizer())
     if checkpoint is not None:
         critic = build_critic(there, stage)
-        stored = None if critic is None else critic.stored
-        load_checkpoint(checkpoint, learner.stored, critic=stored)
+        others = {} if critic is None else {CRITIC: critic.stored}
+        load_checkpoint(checkpoint, learner.stored, others)
     learner.stored.close()  # of bfloat16 weights it takes the gradients away, for its masters
     return learner.model
 

@@ -32,7 +32,14 @@ from posttrain.core.tracking.tables import sample_rows
 from posttrain.core.training.critic import ValuePhase
 from posttrain.core.training.finite import FiniteGuard
 from posttrain.core.training.implicit_prm import ProcessRewards
-from posttrain.core.training.step_record import StepTensors, rollout_tensors, weight_tensors
+from posttrain.core.training.step_record import (
+    CRITIC,
+    POLICY,
+    PRM,
+    StepTensors,
+    rollout_tensors,
+    weight_tensors,
+)
 from posttrain.core.training.updates import PolicyLearner, UpdateResult
 from posttrain.pipelines.rl.rollouts import Rollout
 from posttrain.pipelines.stage.context import EVAL_IMPROVED, StageContext, evaluation_table
@@ -245,9 +252,12 @@ class Recorder:
         if sink is None or not sink.wants(step):
             return
         began = time.perf_counter()
-        critic = None if self.critic is None else self.critic.stored
-        prm = None if self.prm is None else self.prm.stored
-        weights = weight_tensors(self.learner.stored, critic, step, prm)
+        trained = {POLICY: self.learner.stored}
+        if self.critic is not None:
+            trained[CRITIC] = self.critic.stored
+        if self.prm is not None:
+            trained[PRM] = self.prm.stored
+        weights = weight_tensors(trained, step)
         sink.put(step, StepTensors(rollout_tensors(self._trained_on), weights), self.metrics)
         self.metrics["time/record_s"] = time.perf_counter() - began
 

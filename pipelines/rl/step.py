@@ -33,6 +33,9 @@ from posttrain.core.rollout.weight_sync import send_policy
 from posttrain.core.runtime.heap import StepHeap
 from posttrain.core.runtime.seeding import derive_seed, generator
 from posttrain.core.training.checkpoint import (
+    CRITIC,
+    PRM,
+    REFERENCE,
     Checkpoints,
     LoopState,
     load_checkpoint,
@@ -44,6 +47,7 @@ from posttrain.core.training.columns import ColumnFiller
 from posttrain.core.training.critic import ValuePhase
 from posttrain.core.training.groups import drop_groups, resample
 from posttrain.core.training.implicit_prm import ProcessRewards
+from posttrain.core.training.optim import StoredOptimizer
 from posttrain.core.training.sync_check import SyncCheck
 from posttrain.core.training.teachers import transformed
 from posttrain.core.training.updates import PolicyLearner, UpdateResult
@@ -300,36 +304,32 @@ class RlLoop:
             parts["critic"] = self.critic
         return parts
 
+    def _optimizers(self) -> dict[str, StoredOptimizer]:
+        """What moves next to the policy, by its place in checkpoints."""
+        found = {
+            CRITIC: None if self.critic is None else self.critic.stored,
+            REFERENCE: self.learner.stored_reference,
+            PRM: None if self.prm is None else self.prm.stored,
+        }
+        return {place: stored for place, stored in found.items() if stored is not None}
+
     def checkpoint(self, step: int) -> None:
         """Write a checkpoint, then drop older ones."""
         parts = {name: part.state() for name, part in self._stateful().items()}
         state = LoopState(step, parts, self.recorder.history)
 
         def save(folder: Path) -> None:
-            save_checkpoint(
-                folder,
-                self.learner.stored,
-                state,
-                critic=None if self.critic is None else self.critic.stored,
-                reference=self.learner.stored_reference,
-                prm=None if self.prm is None else self.prm.stored,
-            )
+            save_checkpoint(folder, self.learner.stored, state, self._optimizers())
 
         self.context.saved_checkpoint(step, self.checkpoints.write(step, save))
 
     def resume(self, folder: Path) -> None:
         """Continue where the checkpoint in `folder` was written."""
         forked = self.context.begins_fork_at(step_of(folder))
-        reference = self.learner.stored_reference
-        if forked and "reference" not in optimizers_in(folder):
-            reference = None  # one that begins to move with the fork, from the input model
-        state = load_checkpoint(
-            folder,
-            self.learner.stored,
-            critic=None if self.critic is None else self.critic.stored,
-            reference=reference,
-            prm=None if self.prm is None else self.prm.stored,
-        )
+        others = self._optimizers()
+        if forked and REFERENCE not in optimizers_in(folder):
+            others.pop(REFERENCE, None)  # it begins to move with the fork, from the input model
+        state = load_checkpoint(folder, self.learner.stored, others)
         load_parts(self._stateful(), state, forked=forked)
         self.recorder.continue_from(state.history)
         self.first_step = state.step + 1

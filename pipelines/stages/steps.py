@@ -25,7 +25,7 @@ from posttrain.core.training.checkpoint import (
 )
 from posttrain.core.training.finite import FiniteGuard
 from posttrain.core.training.readings import StepReadings
-from posttrain.core.training.step_record import StepTensors, weight_tensors
+from posttrain.core.training.step_record import POLICY, StepTensors, weight_tensors
 from posttrain.pipelines.ranks.trainer import Trainer
 from posttrain.pipelines.rl.step import Stateful, load_parts
 from posttrain.pipelines.stage.context import StageContext
@@ -122,7 +122,7 @@ class Steps:
                 raise failure
         sink = self.context.steps
         if sink is not None and sink.wants(step):
-            weights = weight_tensors(self.trainer.stored, None, step)
+            weights = weight_tensors({POLICY: self.trainer.stored}, step)
             sink.put(step, StepTensors(batch(), weights), metrics)
         if self.context.evidence is not None and self.readings is not None:
             self.context.evidence.put(evidence_of(step, self.readings, keys, self.tokenizer))

@@ -59,9 +59,9 @@ def test_policy_and_critic_continue_bit_for_bit(tmp_path: Path) -> None:
     train(policy, 3)
     train(critic, 7)  # more updates than the policy: value pre-training
     folder = tmp_path / "step-000003"
-    save_checkpoint(folder, policy, STATE, critic=critic)
+    save_checkpoint(folder, policy, STATE, {"critic": critic})
     other_policy, other_critic = make_optimizer(2), make_optimizer(3, width=5)
-    assert load_checkpoint(folder, other_policy, critic=other_critic) == STATE
+    assert load_checkpoint(folder, other_policy, {"critic": other_critic}) == STATE
     assert read_step(folder) == 3 and complete_checkpoints(tmp_path) == [folder]
     for one, other in ((policy, other_policy), (critic, other_critic)):
         assert_equal(one, other)
@@ -72,9 +72,9 @@ def test_policy_and_critic_continue_bit_for_bit(tmp_path: Path) -> None:
 
 def test_a_critic_before_its_first_update_is_kept_as_well(tmp_path: Path) -> None:
     policy, critic = make_optimizer(0), make_optimizer(1)
-    save_checkpoint(tmp_path / "step-000000", policy, STATE, critic=critic)
+    save_checkpoint(tmp_path / "step-000000", policy, STATE, {"critic": critic})
     other = make_optimizer(2)
-    load_checkpoint(tmp_path / "step-000000", make_optimizer(3), critic=other)
+    load_checkpoint(tmp_path / "step-000000", make_optimizer(3), {"critic": other})
     assert_equal(critic, other)
 
 
@@ -82,28 +82,28 @@ def test_a_damaged_critic_is_refused_and_nothing_is_loaded(tmp_path: Path) -> No
     policy, critic = make_optimizer(0), make_optimizer(1)
     train(critic, 1)
     folder = tmp_path / "step-000001"
-    save_checkpoint(folder, policy, STATE, critic=critic)
+    save_checkpoint(folder, policy, STATE, {"critic": critic})
     path = folder / "critic" / "optimizer" / "exp_avg" / "whole.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(bytes(data))
     other, untouched = make_optimizer(2), make_optimizer(2)
     with pytest.raises(RunError, match="damaged.*--fresh"):
-        load_checkpoint(folder, other, critic=make_optimizer(3))
+        load_checkpoint(folder, other, {"critic": make_optimizer(3)})
     assert_equal(other, untouched)
     path.unlink()
     with pytest.raises(RunError, match="damaged.*--fresh"):
-        load_checkpoint(folder, other, critic=make_optimizer(3))
+        load_checkpoint(folder, other, {"critic": make_optimizer(3)})
 
 
 def test_a_critic_must_be_on_both_sides(tmp_path: Path) -> None:
     policy, critic = make_optimizer(0), make_optimizer(1)
-    save_checkpoint(tmp_path / "with", policy, STATE, critic=critic)
+    save_checkpoint(tmp_path / "with", policy, STATE, {"critic": critic})
     save_checkpoint(tmp_path / "without", policy, STATE)
     with pytest.raises(RunError, match="has a critic, but the stage has no critic.*--fresh"):
         load_checkpoint(tmp_path / "with", policy)
     with pytest.raises(RunError, match="has no critic, but the stage has a critic.*--fresh"):
-        load_checkpoint(tmp_path / "without", policy, critic=critic)
+        load_checkpoint(tmp_path / "without", policy, {"critic": critic})
 
 
 def test_a_checkpoint_of_the_first_schema_is_named_not_misread(tmp_path: Path) -> None:

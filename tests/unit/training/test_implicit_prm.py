@@ -112,12 +112,12 @@ def test_it_continues_from_a_checkpoint_bit_for_bit(folder: Path, tmp_path: Path
     batch = judged(prm, [1.0, 0.0, 0.0, 1.0, 0.0, 1.0])
     prm.update(batch, 1)
     state, place = LoopState(1, {}, []), tmp_path / "step-000001"
-    save_checkpoint(place, policy.stored, state, prm=prm.stored)
-    load_checkpoint(place, policy.stored, prm=other.stored)
+    save_checkpoint(place, policy.stored, state, {"implicit_prm": prm.stored})
+    load_checkpoint(place, policy.stored, {"implicit_prm": other.stored})
     for each in (prm, other):
         each.update(batch, 2)
     assert torch.equal(prm.rewards(batch), other.rewards(batch))
     load_checkpoint(place, policy.stored)  # of the policy alone, by who compares steps
     save_checkpoint(tmp_path / "step-000002", policy.stored, state)
     with pytest.raises(RunError, match="has no process reward model, but the stage has one"):
-        load_checkpoint(tmp_path / "step-000002", policy.stored, prm=other.stored)
+        load_checkpoint(tmp_path / "step-000002", policy.stored, {"implicit_prm": other.stored})
