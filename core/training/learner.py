@@ -16,19 +16,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from posttrain.core.batch import RolloutBatch
-from posttrain.core.contracts import TextLoss
 from posttrain.core.math.nucleus import Cut
 from posttrain.core.models.sampled_outputs import SampledOutputs
 from posttrain.core.models.sharded import put_away
 from posttrain.core.runtime.seeding import generator
 from posttrain.core.training.columns import update_columns, with_old_logprobs
-from posttrain.core.training.distillation import (
-    GAP,
-    LOGIT_GRADIENT,
-    TeacherScores,
-    candidate_pass,
-    response_distillation,
-)
+from posttrain.core.training.distillation import GAP, LOGIT_GRADIENT, Distillation
 from posttrain.core.training.exact_kl import response_exact_kl, response_sum_pi_squared
 from posttrain.core.training.finite import not_finite, note_suspects
 from posttrain.core.training.forward import (
@@ -52,7 +45,7 @@ from posttrain.core.training.objective import (
 from posttrain.core.training.optim import MasterOptimizer, StepReport, StoredOptimizer
 from posttrain.core.training.ranks import ALONE, Ranks, in_place
 from posttrain.core.training.sft import PtxTerm
-from posttrain.core.training.text_distillation import text_distillation
+from posttrain.core.training.teacher_pass import TeacherScores, candidate_pass
 from posttrain.core.training.token_weights import HeardWeights
 from posttrain.core.training.updates import (
     Check,
@@ -509,19 +502,9 @@ class Learner:
         term = self.objective.distillation
         if term is None:
             return None
-        teachers, temperature = list(self.teachers.values()), self.settings.temperature
-        if isinstance(term.loss, TextLoss):
-            local = [
-                (teacher, self.matched[name])
-                for name, teacher in self.teachers.items()
-                if teacher is not None
-            ]
-            return text_distillation(
-                self.model, micro, term.loss, local, temperature, states=states, slopes=slopes
-            )
-        return response_distillation(
-            self.model, micro, term.loss, teachers, temperature, states=states, slopes=slopes
-        )
+        temperature = self.settings.temperature
+        made = Distillation(self.model, term.loss, self.teachers, self.matched, temperature)
+        return made.of(micro, states, slopes=slopes)
 
     def _exact_kl(self, micro: RolloutBatch, states: States, kl_coef: float) -> Tensor | None:
         """KL [B, T] to the reference over the whole vocabulary, for a plugin that wants that."""

@@ -18,7 +18,7 @@ from posttrain.core.config.teachers import TeacherSection
 from posttrain.core.contracts import PromptGroup, SampledGroup
 from posttrain.core.errors import ResourceError, RunError
 from posttrain.core.rollout.vllm_server import read_completion, sampling_request
-from posttrain.core.training.distillation import TeacherScores
+from posttrain.core.training.teacher_pass import TeacherScores
 from posttrain.core.training.updates import Check, PolicyLearner
 from posttrain.core.types import Completion, SamplingParams
 

@@ -16,8 +16,8 @@ from posttrain.core.data.tokens import pad_left
 from posttrain.core.errors import RunError, shortlist
 from posttrain.core.math.masking import masked
 from posttrain.core.math.teacher_gap import taught
-from posttrain.core.training.distillation import TeacherScores
 from posttrain.core.training.teacher_contexts import TeacherContext
+from posttrain.core.training.teacher_pass import TeacherScores
 from posttrain.core.training.teacher_texts import TeacherReader, read_by_teachers
 from posttrain.core.training.updates import Check, PolicyLearner, no_check
 from posttrain.core.types import Problem

@@ -18,11 +18,11 @@ from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import WeightSource
 from posttrain.core.math.nucleus import Cut
 from posttrain.core.models.sampled_outputs import SampledOutputs
-from posttrain.core.training.distillation import TeacherScores
 from posttrain.core.training.forward import ResponseForward
 from posttrain.core.training.objective import Objective
 from posttrain.core.training.optim import StoredOptimizer
 from posttrain.core.training.splitting import Splitting
+from posttrain.core.training.teacher_pass import TeacherScores
 
 Check = Callable[[], None]
 """Called between micro-batches; raises to stop."""

@@ -14,10 +14,10 @@ from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.models.loading import load_policy
 from posttrain.core.models.sampled_outputs import SampledOutputs
 from posttrain.core.training.critic import ValueModel
-from posttrain.core.training.distillation import TeacherScores
 from posttrain.core.training.forward import ResponseForward
 from posttrain.core.training.implicit_prm import ProcessRewards
 from posttrain.core.training.optim import StoredOptimizer
+from posttrain.core.training.teacher_pass import TeacherScores
 from posttrain.core.training.updates import PolicyLearner, UpdateResult
 from posttrain.pipelines.ranks.trainer import RankedOptimizer, RankTrainer
 from posttrain.pipelines.rl.build import build_objective, update_settings, wants_reference

@@ -32,9 +32,9 @@ from posttrain.core.errors import RunError
 from posttrain.core.models.loading import load_policy
 from posttrain.core.rollout.episodes import generate_groups
 from posttrain.core.runtime.seeding import derive_seed
-from posttrain.core.training.distillation import TeacherScores, candidate_pass
 from posttrain.core.training.forward import check_passes
 from posttrain.core.training.splitting import micro_rows
+from posttrain.core.training.teacher_pass import TeacherScores, candidate_pass
 from posttrain.core.training.teacher_server import server_of
 from posttrain.core.types import SamplingParams
 from posttrain.pipelines.rl.given_answers import worked_completion

@@ -21,7 +21,7 @@ from posttrain.core.errors import ResourceError
 from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.rollout.vllm_server import ENTRY
 from posttrain.core.runtime.processes import ServerProcess, free_ports
-from posttrain.core.training.distillation import candidate_pass
+from posttrain.core.training.teacher_pass import candidate_pass
 from posttrain.core.training.teacher_server import TeacherServer
 from posttrain.core.training.updates import no_check
 from posttrain.core.types import Problem, SamplingParams

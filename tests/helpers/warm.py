@@ -48,7 +48,7 @@ LOADED = (
     "posttrain.core.training.preference",
     "posttrain.core.training.process_reward",
     "posttrain.core.training.reward_model",
-    "posttrain.core.training.text_distillation",
+    "posttrain.core.training.teacher_pass",
     "posttrain.core.evaluation.sampled",
     "posttrain.core.analysis.dashboard",
     "posttrain.core.analysis.learning_curves",

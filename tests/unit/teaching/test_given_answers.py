@@ -28,7 +28,7 @@ from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import ConfigError, ResourceError
 from posttrain.core.kit.tiny import BARE_TEMPLATE, make_tiny_model, make_tiny_tokenizer
 from posttrain.core.plugin_manager import PluginManager
-from posttrain.core.training.distillation import candidate_pass
+from posttrain.core.training.teacher_pass import candidate_pass
 from posttrain.core.types import Problem
 from posttrain.pipelines.rl.given_answers import GivenAnswers, WorkedAnswers
 from posttrain.pipelines.run.teacher_checks import check_teachers

@@ -12,7 +12,7 @@ from posttrain.core.contracts import PromptGroup
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import ResourceError
 from posttrain.core.kit.tiny import make_tiny_model
-from posttrain.core.training.distillation import candidate_pass
+from posttrain.core.training.teacher_pass import candidate_pass
 from posttrain.core.training.teacher_server import ServerAway, TeacherServer, server_of
 from posttrain.core.training.teachers import Teachers
 from posttrain.core.training.updates import no_check
