@@ -23,7 +23,7 @@ from posttrain.core.training.finite import note_suspects
 from posttrain.core.training.forward import after_last, response_states, to_rows
 from posttrain.core.training.metrics import MetricSums
 from posttrain.core.training.optim import MasterOptimizer, StoredOptimizer
-from posttrain.core.training.ranks import ALONE, Ranks, in_place
+from posttrain.core.training.ranks import ALONE, Ranks, add_gradients, in_place
 from posttrain.core.training.splitting import Splitting
 
 SLOPE_WINDOW = 10  # steps over which the rise of the explained variance is judged
@@ -139,7 +139,7 @@ class Critic:
                 own.add("value/clip_frac", clipped.double(), micro.mask)
                 own.add_scalar("loss", loss.detach())
                 note_suspects(own, loss, rows.tolist(), micro.returns, micro.values)
-            (loss if counts else 0.0 * loss).backward()  # type: ignore[no-untyped-call]
+            add_gradients(loss, counts)
         own = self.ranks.merge(own)
         total = own.pop("loss", default=0.0)
         sums.merge(own)

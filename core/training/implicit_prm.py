@@ -20,7 +20,7 @@ from posttrain.core.training.finite import note_suspects
 from posttrain.core.training.forward import UNCUT, forward_only, response_logprobs
 from posttrain.core.training.metrics import MetricSums
 from posttrain.core.training.optim import MasterOptimizer, StoredOptimizer
-from posttrain.core.training.ranks import ALONE, Ranks
+from posttrain.core.training.ranks import ALONE, Ranks, add_gradients
 from posttrain.core.training.splitting import Splitting
 from posttrain.core.training.updates import Check, no_check
 
@@ -136,5 +136,5 @@ class ImplicitPrm:
                 own.add_scalar("prm/accuracy", hits.double().sum() / total)
                 own.add_scalar("prm/logit", seen.double().sum() / total)
                 note_suspects(own, loss, rows.tolist(), out.logprobs)
-            (loss if counts else 0.0 * loss).backward()  # type: ignore[no-untyped-call]
+            add_gradients(loss, counts)
         return self.ranks.merge(own)

@@ -43,7 +43,7 @@ from posttrain.core.training.objective import (
     positive_share,
 )
 from posttrain.core.training.optim import MasterOptimizer, StepReport, StoredOptimizer
-from posttrain.core.training.ranks import ALONE, Ranks, in_place
+from posttrain.core.training.ranks import ALONE, Ranks, add_gradients, in_place
 from posttrain.core.training.sft import PtxTerm
 from posttrain.core.training.teacher_pass import TeacherScores, candidate_pass
 from posttrain.core.training.token_weights import HeardWeights
@@ -475,8 +475,7 @@ class Learner:
                 if heard is not None:
                     heard.listen(loss, rows)
                 sums.add_scalar("train/reused_rows", float(len(rows) * out.reused))
-            share = loss.total if counts else 0.0 * loss.total
-            share.backward()  # type: ignore[no-untyped-call]
+            add_gradients(loss.total, counts)
         return seen.map(self.ranks.add)
 
     def teacher_pass(self, name: str, batch: RolloutBatch, top_k: int) -> TeacherScores:

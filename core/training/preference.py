@@ -31,7 +31,7 @@ from posttrain.core.training.preference_objective import (
     Tokens,
     with_margin,
 )
-from posttrain.core.training.ranks import ALONE, Ranks
+from posttrain.core.training.ranks import ALONE, Ranks, add_gradients
 from posttrain.core.training.readings import StepReadings
 
 
@@ -214,7 +214,7 @@ class PreferenceLearner:
             if is_own:
                 share.record(sums)
                 note_suspects(sums, share.total, index.tolist(), out.logprobs)
-            (share.total if is_own else 0.0 * share.total).backward()  # type: ignore[no-untyped-call]
+            add_gradients(share.total, is_own)
         if readings is not None:
             readings.merge(self.ranks)
         sums = self.ranks.merge(sums)

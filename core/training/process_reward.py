@@ -24,7 +24,7 @@ from posttrain.core.training.finite import note_suspects
 from posttrain.core.training.forward import response_states
 from posttrain.core.training.metrics import MetricSums
 from posttrain.core.training.optim import MasterOptimizer
-from posttrain.core.training.ranks import ALONE, Ranks
+from posttrain.core.training.ranks import ALONE, Ranks, add_gradients
 from posttrain.core.training.readings import StepReadings
 
 
@@ -95,7 +95,7 @@ def process_step(
         own.add("prm/score_mean", logits.detach().sigmoid(), everywhere)
         own.add("prm/label_mean", labels, everywhere)
         note_suspects(own, share, range(start, start + len(part)), logits)
-        (share if counts else 0.0 * share).backward()  # type: ignore[no-untyped-call]
+        add_gradients(share, counts)
     if readings is not None:
         readings.merge(ranks)
     sums = ranks.merge(sums)

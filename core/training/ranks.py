@@ -104,3 +104,11 @@ def in_place(rows: Sequence[Tensor], parts: Sequence[Tensor], shape: Sequence[in
     for index, part in zip(rows, parts, strict=True):
         whole[index] = part.detach().cpu()
     return whole
+
+
+def add_gradients(loss: Tensor, counts: bool) -> None:
+    """The backward pass of a micro-batch's share of the loss, which gives 0 if it does not count.
+
+    Ranks with sharded weights make equally many of them; `Ranks.share` says which count.
+    """
+    (loss if counts else 0.0 * loss).backward()  # type: ignore[no-untyped-call]

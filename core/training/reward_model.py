@@ -22,7 +22,7 @@ from posttrain.core.training.finite import note_suspects
 from posttrain.core.training.forward import response_states
 from posttrain.core.training.metrics import MetricSums
 from posttrain.core.training.optim import MasterOptimizer
-from posttrain.core.training.ranks import ALONE, Ranks
+from posttrain.core.training.ranks import ALONE, Ranks, add_gradients
 from posttrain.core.training.readings import StepReadings
 
 
@@ -103,7 +103,7 @@ def reward_step(
             readings.put(index, scores=both[:, None] * readings.given["scored"][index])
         rows = range(start, min(start + size, len(pairs)))
         note_suspects(own, share, rows, scores.chosen, scores.rejected)
-        (share if counts else 0.0 * share).backward()  # type: ignore[no-untyped-call]
+        add_gradients(share, counts)
     if readings is not None:
         readings.merge(ranks)
     sums = ranks.merge(sums)

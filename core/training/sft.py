@@ -21,7 +21,7 @@ from posttrain.core.training.forward import forward_only, response_logprobs
 from posttrain.core.training.metrics import MetricSums
 from posttrain.core.training.objective import LossTerm
 from posttrain.core.training.optim import MasterOptimizer
-from posttrain.core.training.ranks import ALONE, Ranks
+from posttrain.core.training.ranks import ALONE, Ranks, add_gradients
 from posttrain.core.training.readings import StepReadings
 from posttrain.core.training.splitting import micro_rows
 from posttrain.core.types import Problem
@@ -81,7 +81,7 @@ def sft_step(
             sums.add_scalar("sft/loss", loss.detach())
             note_suspects(sums, loss, rows.tolist(), out.logprobs)
             sums.add_scalar("entropy/mean", out.entropy.detach().sum() / num_tokens)
-        (loss if counts else 0.0 * loss).backward()  # type: ignore[no-untyped-call]
+        add_gradients(loss, counts)
     if readings is not None:
         readings.merge(ranks)
     sums = ranks.merge(sums)
@@ -169,5 +169,5 @@ class PtxTerm:
             )
             if counts:
                 own.add_scalar("loss/term/ptx", loss.detach())
-            (loss if counts else 0.0 * loss).backward()  # type: ignore[no-untyped-call]
+            add_gradients(loss, counts)
         sums.merge(ranks.merge(own))
