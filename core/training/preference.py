@@ -33,6 +33,7 @@ from posttrain.core.training.preference_objective import (
 )
 from posttrain.core.training.ranks import ALONE, Ranks, add_gradients
 from posttrain.core.training.readings import StepReadings
+from posttrain.core.training.splitting import micro_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +201,7 @@ class PreferenceLearner:
         if readings is not None:
             seen = ["logprobs", "entropy", *(["log_sum_sq"] if self.objective.scoring.wpo else [])]
             readings.begin(mini.batch, seen, {**mini.given(), "kl_scores": prepared.kl_scores})
-        size = max(1, min(self.micro_batch_size, -(-len(rows) // self.ranks.size)))
+        size = micro_size(len(rows), self.micro_batch_size, self.ranks.size)
         micros: list[tuple[Tensor, Mini]] = list(mini.micro_batches(size))
         for (index, micro), is_own in self.ranks.share(micros):
             self.check()

@@ -26,6 +26,7 @@ from posttrain.core.training.metrics import MetricSums
 from posttrain.core.training.optim import MasterOptimizer
 from posttrain.core.training.ranks import ALONE, Ranks, add_gradients
 from posttrain.core.training.readings import StepReadings
+from posttrain.core.training.splitting import micro_size
 
 
 def step_logits(model: PreTrainedModel, rows: Sequence[StepRow]) -> Tensor:
@@ -75,7 +76,7 @@ def process_step(
             [v for row in rows for v in row.labels], dtype=known.dtype
         )
         readings.begin(batch, ["scores"], {"scored": scored, "labels": known})
-    size = max(1, min(micro_batch_size, -(-len(rows) // ranks.size)))
+    size = micro_size(len(rows), micro_batch_size, ranks.size)
     for start, counts in ranks.share(range(0, len(rows), size)):
         check()
         part = rows[start : start + size]

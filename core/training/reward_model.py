@@ -24,6 +24,7 @@ from posttrain.core.training.metrics import MetricSums
 from posttrain.core.training.optim import MasterOptimizer
 from posttrain.core.training.ranks import ALONE, Ranks, add_gradients
 from posttrain.core.training.readings import StepReadings
+from posttrain.core.training.splitting import micro_size
 
 
 def score_batch_rows(model: PreTrainedModel, batch: RolloutBatch) -> Tensor:
@@ -91,7 +92,7 @@ def reward_step(
         ends = batch.mask.cumsum(dim=1).argmax(dim=1)
         scored = torch.zeros_like(batch.mask).scatter_(1, ends[:, None], 1)
         readings.begin(batch, ["scores"], {"margin": margin, "scored": scored})
-    size = max(1, min(micro_batch_size, -(-len(pairs) // ranks.size)))
+    size = micro_size(len(pairs), micro_batch_size, ranks.size)
     for start, counts in ranks.share(range(0, len(pairs), size)):
         check()
         scores = score_pairs(model, pairs[start : start + size])

@@ -59,6 +59,11 @@ def mini_rows(
                 yield torch.cat([groups[i] for i in part.tolist()])
 
 
+def micro_size(count: int, size: int, num_ranks: int) -> int:
+    """Rows of a micro-batch: `size`, or fewer so that each rank has one, if there are that many."""
+    return max(1, min(size, -(-count // num_ranks)))
+
+
 def micro_rows(
     batch: RolloutBatch, size: int, max_tokens: int | None = None, num_ranks: int = 1
 ) -> list[Tensor]:
@@ -70,7 +75,7 @@ def micro_rows(
     prompt. With it whole groups are spread so that all parts have about as many tokens, a prompt
     counted once; a group that is too large is cut up, and a row that is longer is one by itself.
     """
-    size = max(1, min(size, -(-len(batch) // num_ranks)))
+    size = micro_size(len(batch), size, num_ranks)
     if max_tokens is None:
         return list(torch.split(torch.arange(len(batch)), size))
     units = _units(batch, size, max_tokens)

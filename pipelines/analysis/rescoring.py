@@ -35,7 +35,7 @@ from posttrain.core.runtime.plugin_files import PLUGIN_FILE
 from posttrain.core.types import Score
 from posttrain.pipelines.analysis.forensics import distribution_row
 from posttrain.pipelines.analysis.past_run import PastRun, read_steps
-from posttrain.pipelines.rl.build import build_scorer
+from posttrain.pipelines.rl.scorer import build_scorer
 
 SHOWN_EXAMPLES, SHOWN_FAILURES = 12, 20
 

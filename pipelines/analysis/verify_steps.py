@@ -40,7 +40,7 @@ from posttrain.pipelines.analysis.replay_comparison import (
     StepSource,
 )
 from posttrain.pipelines.analysis.verify_stage import StageFiles, shown_steps
-from posttrain.pipelines.rl.build import build_scorer
+from posttrain.pipelines.rl.scorer import build_scorer
 
 EXACT, CLOSE, APART = "exact", "close", "apart"
 CLASSES = {

@@ -31,7 +31,8 @@ from posttrain.core.runtime.seeding import derive_seed, generator
 from posttrain.core.training.teacher_server import server_of
 from posttrain.core.training.teachers import Routing
 from posttrain.core.types import Completion, SamplingParams
-from posttrain.pipelines.rl.build import routing_of, sampling_of, teacher_folder
+from posttrain.pipelines.rl.build import sampling_of
+from posttrain.pipelines.rl.teachers import routing_of, teacher_folder
 from posttrain.pipelines.stage.context import StageContext
 from posttrain.pipelines.stage.engines import EnginePool
 

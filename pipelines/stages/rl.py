@@ -43,8 +43,6 @@ from posttrain.pipelines.rl.build import (
     build_critic,
     build_learner,
     build_prm,
-    build_scorer,
-    build_teachers,
     output_recording,
     sampling_of,
     value_phase,
@@ -57,7 +55,9 @@ from posttrain.pipelines.rl.given_answers import (
 )
 from posttrain.pipelines.rl.recording import Recorder
 from posttrain.pipelines.rl.rollouts import Rollouts
+from posttrain.pipelines.rl.scorer import build_scorer
 from posttrain.pipelines.rl.step import RlLoop
+from posttrain.pipelines.rl.teachers import build_teachers
 from posttrain.pipelines.stage.context import StageContext
 from posttrain.pipelines.stage.inputs import Episodes, episodes_of, played_one_by_one
 from posttrain.pipelines.stage.on_nodes import answered_on_nodes, scored_on_nodes
