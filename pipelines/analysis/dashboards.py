@@ -11,7 +11,7 @@ from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.contracts import KlController
 from posttrain.core.errors import ConfigError
 from posttrain.pipelines.analysis.past_run import PastRun
-from posttrain.pipelines.analysis.runs import step_rows
+from posttrain.pipelines.analysis.run_results import step_rows
 
 
 def dashboard_of(run: PastRun, wanted: str | None) -> Report:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from posttrain.core.errors import ConfigError, ResourceError, nearest
 from posttrain.core.store.artifacts import Artifact, RunResult, StageResult
 from posttrain.pipelines.analysis.past_run import PastRun, read_steps
-from posttrain.pipelines.analysis.runs import step_rows
+from posttrain.pipelines.analysis.run_results import step_rows
 from posttrain.pipelines.run.model_reference import tracking_uri
 from posttrain.pipelines.run.summary import links
 

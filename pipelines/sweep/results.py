@@ -20,13 +20,8 @@ from posttrain.core.config.rl_stage import TRAINING_KINDS
 from posttrain.core.errors import PosttrainError
 from posttrain.core.store.artifacts import StageResult
 from posttrain.pipelines.analysis.past_run import PastRun, open_record
-from posttrain.pipelines.analysis.runs import (
-    MAIN_METRICS,
-    Group,
-    RunResults,
-    pictures,
-    read_results,
-)
+from posttrain.pipelines.analysis.run_results import RunResults, read_results
+from posttrain.pipelines.analysis.runs import MAIN_METRICS, Group, pictures
 from posttrain.pipelines.run.progress import duration
 from posttrain.pipelines.sweep.branches import Branch, Sweep
 from posttrain.pipelines.sweep.record import BranchRecord

@@ -14,7 +14,7 @@ from posttrain.core.analysis.statistics import (
     mean_curve,
     seeds_difference,
 )
-from posttrain.pipelines.analysis.runs import differences, experiment, flatten
+from posttrain.pipelines.analysis.run_results import differences, experiment, flatten
 
 
 def test_a_curve_is_the_mean_over_the_runs_that_have_the_step() -> None:
