@@ -81,8 +81,8 @@ def gradient(
 
     whole = learner._accumulate
 
-    def accumulate(mini, prepared, kl_coef, sums, *rest):  # type: ignore[no-untyped-def]
-        found = whole(mini, prepared, kl_coef, sums, *rest)
+    def accumulate(done, mini, prepared, idle, sums, *rest):  # type: ignore[no-untyped-def]
+        found = whole(done, mini, prepared, idle, sums, *rest)
         counted.update(sums.result())
         return found
 
