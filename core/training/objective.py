@@ -175,6 +175,19 @@ class MicroLoss:
     logprobs: Tensor | None = None
 
 
+@dataclass
+class _Sum:
+    """The loss as its terms are added; `parts` and `tokens` as in `MicroLoss`."""
+
+    total: Tensor
+    parts: dict[str, Tensor] = field(default_factory=dict)
+    tokens: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def add(self, name: str, value: Tensor) -> None:
+        self.total = self.total + value
+        self.parts[name] = value.detach()
+
+
 @dataclass(frozen=True, slots=True)
 class Objective:
     """The plugins that make a policy's loss.
@@ -370,10 +383,46 @@ class Objective:
         """
         if prepared.columns:
             micro = micro.with_columns(**prepared.columns)
-        parts: dict[str, Tensor] = {}
-        tokens: dict[str, tuple[Tensor, Tensor]] = {}
+        # Keeps the graph where nothing takes loss.
+        made = _Sum(0.0 * masked(logprobs, micro.mask).sum())
+        ratio = self._add_terms(made, logprobs, micro, prepared)
+        pulls = policy_pulls(made.total, logprobs, micro)
+        if self.kl is not None and kl_coef > 0:
+            kl = self._kl(logprobs, micro, ratio) if exact_kl is None else exact_kl
+            mean = self.aggregator.aggregate(
+                TokenLoss(kl, micro.mask), micro.mask, prepared.counts, micro.group_id
+            )
+            made.add("loss/kl", kl_coef * mean)
+            made.tokens["kl/ref"] = (kl.detach(), micro.mask)
+        if (coef := self.bonus_coef) > 0:
+            bonus = (self.entropy_aggregator or self.aggregator).aggregate(
+                TokenLoss(entropy, micro.mask), micro.mask, prepared.entropy_counts, micro.group_id
+            )
+            made.add("loss/entropy", -coef * bonus)
+        if (term := self.observed) is not None and observed is not None:
+            others = replace(micro, mask=micro.column("obs_mask"))  # their mask and counts
+            result = term.loss.token_loss(observed, others)
+            made.add(
+                f"loss/term/{term.loss.name}",
+                term.share(result, others.mask, prepared.observed_counts, micro, prepared.step),
+            )
+            made.tokens["observed/nll"] = (-observed.detach(), others.mask)
+        if self.distillation is not None and distilled is not None:
+            mask = self.distillation.loss.counted(micro)
+            where = masked(mask, distilled.scored)
+            result = TokenLoss(distilled.loss.to(logprobs), where)
+            counts = prepared.distillation_counts
+            value = self.distillation.share(result, mask, counts, micro, prepared.step)
+            made.add("loss/distillation", value)
+            made.tokens |= {name: (column, where) for name, column in distilled.metrics.items()}
+        shown = None if ratio is None else ratio.detach()
+        return MicroLoss(made.total, made.parts, made.tokens, shown, pulls, logprobs)
+
+    def _add_terms(
+        self, made: _Sum, logprobs: Tensor, micro: RolloutBatch, prepared: PreparedMini
+    ) -> Tensor | None:
+        """Add the policy's terms to `made`; returns the ratio [B, T] of the first that has one."""
         ratio = None
-        total = 0.0 * masked(logprobs, micro.mask).sum()  # keeps the graph when nothing takes loss
         for term, found, counts in zip(
             self.terms, prepared.terms, prepared.term_counts, strict=True
         ):
@@ -382,58 +431,14 @@ class Objective:
             ratio = result.ratio if ratio is None else ratio
             kept = self._masked(result, term.loss, logprobs, weighable)
             counted = self._counted(term.loss.loss_mask(micro), term.loss, micro)
-            value = term.share(kept, counted, counts, micro, prepared.step)
-            name = "loss/policy" if not parts else f"loss/term/{term.loss.name}"
-            parts[name] = value.detach()
+            name = f"loss/term/{term.loss.name}" if made.parts else "loss/policy"
+            made.add(name, term.share(kept, counted, counts, micro, prepared.step))
             where = self._counted(result.mask, term.loss, micro)
-            tokens |= {
+            made.tokens |= {
                 n: (v.detach(), where if v.dim() == 2 else where.bool().any(dim=1))
                 for n, v in result.metrics.items()
             }
-            total = total + value
-        pulls = policy_pulls(total, logprobs, micro)
-        if self.kl is not None and kl_coef > 0:
-            kl = exact_kl
-            if kl is None:
-                chosen = self._kl_ratio(logprobs, micro, ratio)
-                kl = self.kl.kl(
-                    masked(logprobs, micro.mask),
-                    masked(micro.column("ref_logprobs"), micro.mask),
-                    chosen,
-                )
-            term_value = self.aggregator.aggregate(
-                TokenLoss(kl, micro.mask), micro.mask, prepared.counts, micro.group_id
-            )
-            parts["loss/kl"] = kl_coef * term_value.detach()
-            tokens["kl/ref"] = (kl.detach(), micro.mask)
-            total = total + kl_coef * term_value
-        if (coef := self.bonus_coef) > 0:
-            bonus = (self.entropy_aggregator or self.aggregator).aggregate(
-                TokenLoss(entropy, micro.mask), micro.mask, prepared.entropy_counts, micro.group_id
-            )
-            parts["loss/entropy"] = -coef * bonus.detach()
-            total = total - coef * bonus
-        if self.observed is not None and observed is not None:
-            others = replace(micro, mask=micro.column("obs_mask"))  # its mask and counts are theirs
-            result = self.observed.loss.token_loss(observed, others)
-            value = self.observed.share(
-                result, others.mask, prepared.observed_counts, micro, prepared.step
-            )
-            parts[f"loss/term/{self.observed.loss.name}"] = value.detach()
-            tokens["observed/nll"] = (-observed.detach(), others.mask)
-            total = total + value
-        if self.distillation is not None and distilled is not None:
-            mask = self.distillation.loss.counted(micro)
-            where = masked(mask, distilled.scored)
-            result = TokenLoss(distilled.loss.to(logprobs), where)
-            value = self.distillation.share(
-                result, mask, prepared.distillation_counts, micro, prepared.step
-            )
-            parts["loss/distillation"] = value.detach()
-            tokens |= {name: (column, where) for name, column in distilled.metrics.items()}
-            total = total + value
-        shown = None if ratio is None else ratio.detach()
-        return MicroLoss(total, parts, tokens, shown, pulls, logprobs)
+        return ratio
 
     def _masked(
         self, result: TokenLoss, loss: PolicyLoss[Any], logprobs: Tensor, micro: RolloutBatch
@@ -461,19 +466,21 @@ class Objective:
             return replace(micro, is_weight=None)
         return micro
 
-    def _kl_ratio(
-        self, logprobs: Tensor, micro: RolloutBatch, ratio: Tensor | None
-    ) -> Tensor | None:
-        """The importance ratio [B, T] that the KL estimator asks for."""
+    def _kl(self, logprobs: Tensor, micro: RolloutBatch, ratio: Tensor | None) -> Tensor:
+        """The estimate [B, T] of the KL to the reference, with the importance ratio it asks for.
+
+        `ratio` is that of the policy loss.
+        """
         assert self.kl is not None
-        source = self.kl.ratio_source()
-        if source is None:
-            return None
+        source, chosen = self.kl.ratio_source(), None
         if source == "policy":
-            return ratio
-        behaviour = micro.column("old_logprobs") if source == "old" else micro.rollout_logprobs
-        known = known_tokens(behaviour, micro.mask)  # an engine may give none: a ratio of 1 there
-        return bounded_exp(masked(logprobs, known) - masked(behaviour, known))
+            chosen = ratio
+        elif source is not None:
+            old = micro.column("old_logprobs") if source == "old" else micro.rollout_logprobs
+            known = known_tokens(old, micro.mask)  # an engine may give none: a ratio of 1 there
+            chosen = bounded_exp(masked(logprobs, known) - masked(old, known))
+        reference = masked(micro.column("ref_logprobs"), micro.mask)
+        return self.kl.kl(masked(logprobs, micro.mask), reference, chosen)
 
 
 def policy_pulls(policy: Tensor, logprobs: Tensor, micro: RolloutBatch) -> dict[str, Tensor]:
