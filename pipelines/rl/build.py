@@ -18,7 +18,6 @@ from posttrain.core.config.rl_stage import (
     CriticSection,
     LossTermComponent,
     RlStage,
-    reward_labels,
 )
 from posttrain.core.config.sections import OptimizerBase
 from posttrain.core.contracts import (
@@ -52,8 +51,9 @@ from posttrain.core.models.sampled_outputs import (
 )
 from posttrain.core.models.stream_attention import STREAM
 from posttrain.core.rewards.pool import RewardPool
-from posttrain.core.rewards.scoring import Scorer, WeightedReward
+from posttrain.core.rewards.scoring import Scorer
 from posttrain.core.rewards.shaping import RewardShaping
+from posttrain.core.rewards.weighted import weighted_rewards
 from posttrain.core.runtime.seeding import derive_seed
 from posttrain.core.training.critic import Critic, CriticSettings, ValueModel, ValuePhase
 from posttrain.core.training.forward import check_passes
@@ -503,17 +503,14 @@ def build_scorer(context: StageInputs, stage: RlStage, tokenizer: ChatTokenizer)
         attention=context.runtime.attention,
         batch_size=stage.micro_batch_size,
     )
-    rewards = [context.build(Reward, component) for component in stage.rewards]
+    weighted = weighted_rewards(stage.rewards, partial(context.build, Reward))
+    rewards = [each.reward for each in weighted]
     for reward in rewards:
         if reward.runs_in == "host":
             reward.setup(setup)
-    labels = reward_labels(stage.rewards)
     return Scorer(
         task=context.task,
-        rewards=[
-            WeightedReward(reward, component.weight, label, component.only_if)
-            for reward, component, label in zip(rewards, stage.rewards, labels, strict=True)
-        ],
+        rewards=weighted,
         tokenizer=tokenizer,
         clip=stage.reward_clip,
         on_missing=stage.on_missing,
