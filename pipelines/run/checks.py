@@ -295,7 +295,7 @@ def check_reward_tasks(
     for index, reward in enumerate(rewards):
         unknown = [label for label in reward.tasks or () if label not in labels]
         if unknown:
-            there = shortlist(unknown[0], labels) if labels else "the task is no mixture"
+            there = shortlist(unknown[0], labels) if labels else "the task is not a mixture"
             raise ConfigError(
                 f"{where}.rewards.{index}.tasks: no task of the mixture is called '{unknown[0]}' "
                 f"({there}); name labels of its tasks, or remove `tasks`"
