@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from posttrain.core.config.rl_stage import RewardComponent
 from posttrain.core.contracts import KlEstimator, NoConfig, Reward, Task
 from posttrain.core.data.tokens import ChatTokenizer, response_batch
 from posttrain.core.errors import RunError
@@ -24,7 +25,7 @@ from posttrain.core.rewards.scoring import (
     score_batch,
 )
 from posttrain.core.rewards.shaping import place_on_last_token, subtract_kl
-from posttrain.core.rewards.weighted import WeightedReward
+from posttrain.core.rewards.weighted import WeightedReward, weighted_rewards
 from posttrain.core.tracking.tables import sample_rows
 from posttrain.core.types import TASK, RewardSample, Score
 
@@ -136,6 +137,16 @@ def test_a_reward_of_some_tasks_is_asked_about_their_answers_alone(
     metrics = rollout_metrics(scored, ["verifier", "model", "nobody"])
     assert metrics["reward/component/verifier"] == 0.5 and metrics["reward/failures"] == 0
     assert "reward/component/nobody" not in metrics
+
+
+def test_what_a_stage_lists_is_what_is_scored() -> None:
+    listed = [
+        RewardComponent(name="given", weight=0.5, tasks=("talk",)),
+        RewardComponent(name="given", label="form", only_if="given"),
+    ]
+    first, second = weighted_rewards(listed, lambda _: Given([]))
+    assert (first.name, first.weight, first.only_if, first.tasks) == ("given", 0.5, None, ("talk",))
+    assert (second.name, second.weight, second.only_if, second.tasks) == ("form", 1, "given", ())
 
 
 def test_two_rewards_of_one_plugin_have_two_records(task: Task[NoConfig]) -> None:
