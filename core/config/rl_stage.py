@@ -67,6 +67,12 @@ class RewardComponent(Component):
         description="label of another reward: this one counts only where that one is at least 1, "
         "and is 0 elsewhere; null = always",
     )
+    tasks: tuple[str, ...] | None = Field(
+        default=None,
+        min_length=1,
+        description="labels of the tasks of a mixture whose answers it scores, such as those that "
+        "no verifier judges; null = all",
+    )
 
 
 RL_KINDS = ("rl", "distill")

@@ -6,7 +6,7 @@ import json
 import math
 import random
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -194,7 +194,7 @@ class RowTask(Task[RowConfigT]):
         """The files that are read; none when the rows come from elsewhere."""
         return []
 
-    def unjudged(self) -> str:
+    def unjudged(self, tasks: Collection[str] = ()) -> str:
         return self._unjudged
 
     def _read(self, given: Iterable[JsonRow]) -> Found:

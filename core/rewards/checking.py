@@ -7,14 +7,14 @@ import numbers
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, get_args
 
 from posttrain.core.errors import DataError, RunError
 from posttrain.core.types import Score, ScoreStatus, StepVerdict
 
 if TYPE_CHECKING:  # reward workers must not load torch
     from posttrain.core.batch import RolloutBatch
-    from posttrain.core.contracts import Reward
+    from posttrain.core.rewards.weighted import WeightedReward
     from posttrain.core.types import Problem
 
 STATUSES: frozenset[str] = frozenset(get_args(ScoreStatus))
@@ -158,25 +158,27 @@ MOST_REFERENCES = 300
 
 
 def unreadable_references(
-    rewards: Mapping[str, Reward[Any]], problems: Sequence[Problem]
+    rewards: Sequence[WeightedReward], problems: Sequence[Problem]
 ) -> list[str]:
-    """A sentence for each reward, by its label, that cannot read some problems' right answers.
+    """A sentence for each reward that cannot read some problems' right answers.
 
     Raises `DataError` for a reward that can read none of them.
     """
     distinct = list({problem.key: problem for problem in problems}.values())[:MOST_REFERENCES]
     found = []
-    for name, reward in rewards.items():
-        reasons = [(problem, why) for problem in distinct if (why := reward.unreadable(problem))]
+    for weighted in rewards:
+        asked = [problem for problem in distinct if weighted.scores(problem)]
+        unreadable = weighted.reward.unreadable
+        reasons = [(problem, why) for problem in asked if (why := unreadable(problem))]
         if not reasons:
             continue
         problem, why = reasons[0]
         prompt = reprlib.repr(" ".join(problem.prompt.split()))
         sentence = (
-            f"reward '{name}' cannot read the right answers of {len(reasons)} of {len(distinct)} "
-            f"problems, such as that of {prompt} ({shortened(why)})"
+            f"reward '{weighted.name}' cannot read the right answers of {len(reasons)} of "
+            f"{len(asked)} problems, such as that of {prompt} ({shortened(why)})"
         )
-        if len(reasons) == len(distinct):
+        if len(reasons) == len(asked):
             raise DataError(f"{sentence}: correct the data, or choose another reward")
         found.append(f"{sentence}; responses to them are not scored")
     return found

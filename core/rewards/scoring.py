@@ -28,8 +28,9 @@ from posttrain.core.rewards.checking import (
     is_failure,
 )
 from posttrain.core.rewards.shaping import RewardShaping, fill_steps, place_on_last_token
+from posttrain.core.rewards.weighted import WeightedReward
 from posttrain.core.rollout.episodes import Generates, generate_groups
-from posttrain.core.types import RewardSample, SamplingParams, Score, of_tasks
+from posttrain.core.types import Problem, RewardSample, SamplingParams, Score, of_tasks
 
 OnMissing = Literal["zero", "unscored"]
 
@@ -51,24 +52,6 @@ class Pool(Protocol):
 
     def __exit__(self, *_: object) -> None:
         """End every process."""
-
-
-@dataclass(frozen=True, slots=True)
-class WeightedReward:
-    """A reward plugin and its factor in the sum; `label` is what records call it.
-
-    With `only_if` it is 0 where the reward of that name is below 1 or missing.
-    """
-
-    reward: Reward[Any]
-    weight: float
-    label: str = ""
-    only_if: str | None = None
-
-    @property
-    def name(self) -> str:
-        """Its label, or the plugin's name where it has none."""
-        return self.label or self.reward.name
 
 
 @dataclass
@@ -201,7 +184,7 @@ def score_batch(
     """
     by_steps = next((i for i, w in enumerate(rewards) if w.reward.gives_steps), None)
     samples = reward_samples(batch, task, with_steps=by_steps is not None)
-    scores = score_samples([weighted.reward for weighted in rewards], samples, pool)
+    scores = score_samples(rewards, samples, pool)
     columns = [_component(column) for column in scores]
     components = torch.stack(columns, dim=1) if columns else torch.zeros(len(batch), 0)
     components = gated(components, rewards)
@@ -211,7 +194,10 @@ def score_batch(
     failed = torch.tensor([any(map(is_failure, row)) for row in rows], dtype=torch.bool)
     if batch.failures:
         failed |= torch.tensor([bool(reason) for reason in batch.failures])
-    total, scored = shaped_sum(components, rewards, clip, on_missing=on_missing, failed=failed)
+    asked = asked_of(rewards, batch.problems)
+    total, scored = shaped_sum(
+        components, rewards, clip, on_missing=on_missing, failed=failed, asked=asked
+    )
     acc = torch.tensor([s.verdict.correct for s in samples])
     if (firsts := batch.first_branches()) is not None:
         total, scored, acc = total[firsts], scored[firsts], acc[firsts]
@@ -235,15 +221,63 @@ def with_rewards(
     )
 
 
+def asked_of(rewards: Sequence[WeightedReward], problems: Sequence[Problem]) -> Tensor:
+    """Which of K rewards score answers to which of B problems, [B, K]."""
+    asked = torch.zeros(len(problems), len(rewards), dtype=torch.bool)
+    for index, weighted in enumerate(rewards):
+        asked[:, index] = torch.tensor([weighted.scores(p) for p in problems], dtype=torch.bool)
+    return asked
+
+
 def score_samples(
-    rewards: Sequence[Reward[Any]], samples: Sequence[RewardSample], pool: Pool | None
+    rewards: Sequence[WeightedReward], samples: Sequence[RewardSample], pool: Pool | None
 ) -> list[list[Score]]:
-    """The checked scores of each reward, one per sample, in order."""
-    pooled: dict[int, list[Score]] = {}
-    if pool is not None:
-        columns = pool.score(samples)
-        pooled = {id(r): column for r, column in zip(pool.rewards, columns, strict=True)}
-    return [pooled[id(r)] if id(r) in pooled else _host_scores(r, samples) for r in rewards]
+    """The checked scores of each reward, one per sample, in order.
+
+    A reward of some tasks of a mixture gives None for samples of the others.
+    """
+    asked = asked_of(rewards, [sample.problem for sample in samples])
+    pooled = _pooled_scores(rewards, samples, asked, pool)
+    columns = []
+    for weighted, own in zip(rewards, asked.unbind(1), strict=True):
+        rows = _rows(own)
+        found = pooled.get(id(weighted.reward))
+        if found is None:
+            scores = _host_scores(weighted.reward, [samples[row] for row in rows]) if rows else []
+            found = dict(zip(rows, scores, strict=True))
+        columns.append([found[r] if its else NOT_ASKED for r, its in enumerate(own.tolist())])
+    return columns
+
+
+NOT_ASKED = Score(None, "unscored", "a reward of other tasks")
+
+
+def _pooled_scores(
+    rewards: Sequence[WeightedReward],
+    samples: Sequence[RewardSample],
+    asked: Tensor,
+    pool: Pool | None,
+) -> dict[int, dict[int, Score]]:
+    """Scores by row of each reward of the `pool`, by its id.
+
+    The pool asks all its rewards about a sample, so it gets those that any of them is asked about.
+    """
+    if pool is None:
+        return {}
+    there = {id(reward) for reward in pool.rewards}
+    own = torch.tensor([id(weighted.reward) in there for weighted in rewards], dtype=torch.bool)
+    rows = _rows(asked[:, own].any(dim=1))
+    found = pool.score([samples[row] for row in rows]) if rows else [[] for _ in there]
+    return {
+        id(reward): dict(zip(rows, scores, strict=True))
+        for reward, scores in zip(pool.rewards, found, strict=True)
+    }
+
+
+def _rows(chosen: Tensor) -> list[int]:
+    """Places of the true values of `chosen` [B]."""
+    rows: list[int] = chosen.nonzero().flatten().tolist()
+    return rows
 
 
 def _host_scores(reward: Reward[Any], samples: Sequence[RewardSample]) -> list[Score]:
@@ -280,6 +314,7 @@ def shaped_sum(
     *,
     on_missing: OnMissing = "zero",
     failed: Tensor | None = None,
+    asked: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Rewards [B], float32, and which of them are scored [B], of `components` [B, K].
 
@@ -287,7 +322,7 @@ def shaped_sum(
     """
     weights = [weighted.weight for weighted in rewards]
     shaping = [weighted.reward.after_clip for weighted in rewards]
-    _, scored = weighted_sum(components, weights, on_missing=on_missing, failed=failed)
+    _, scored = weighted_sum(components, weights, on_missing=on_missing, failed=failed, asked=asked)
     before, after = (
         _sum([w if s is late else 0.0 for w, s in zip(weights, shaping, strict=True)], components)
         for late in (False, True)
@@ -302,10 +337,12 @@ def weighted_sum(
     *,
     on_missing: OnMissing = "zero",
     failed: Tensor | None = None,
+    asked: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Rewards [B] of `components` [B, K], and which of them are scored [B].
 
-    A missing component (NaN) adds nothing, or with `on_missing` "unscored" leaves its row unscored.
+    A missing component (NaN) adds nothing, or with `on_missing` "unscored" leaves its row unscored,
+    unless its reward was not `asked` [B, K] about that row.
     A row without any, one with a component that `failed` [B], or whose sum is not finite, is not
     scored: its reward is 0. Where there are no rewards at all, every row that did not fail is.
     """
@@ -315,7 +352,8 @@ def weighted_sum(
     if components.shape[1]:
         scored = scored & ~missing.all(dim=1)
     if on_missing == "unscored":
-        scored = scored & ~missing.any(dim=1)
+        wanted = missing if asked is None else missing & asked
+        scored = scored & ~wanted.any(dim=1)
     if failed is not None:
         scored = scored & ~failed
     return masked(total, scored), scored

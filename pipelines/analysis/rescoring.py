@@ -30,7 +30,7 @@ from posttrain.core.config.spec import Spec, parse_spec
 from posttrain.core.errors import ConfigError, RunError
 from posttrain.core.models.device import set_threads
 from posttrain.core.rewards.checking import is_failure
-from posttrain.core.rewards.scoring import Scorer, gated, score_samples, shaped_sum
+from posttrain.core.rewards.scoring import Scorer, asked_of, gated, score_samples, shaped_sum
 from posttrain.core.runtime.plugin_files import PLUGIN_FILE
 from posttrain.core.types import Score
 from posttrain.pipelines.analysis.forensics import distribution_row
@@ -172,7 +172,7 @@ def _score(evidence: StepEvidence, scorer: Scorer) -> list[list[Score]]:
             f"{len(evidence.batch)} responses with what rewards saw of them; compute the stage "
             "again with --no-cache"
         )
-    return score_samples([weighted.reward for weighted in scorer.rewards], samples, scorer.pool)
+    return score_samples(scorer.rewards, samples, scorer.pool)
 
 
 def _note_scores(made: _Rescoring, evidence: StepEvidence, columns: dict[str, list[Score]]) -> None:
@@ -195,7 +195,12 @@ def _rescored(evidence: StepEvidence, scorer: Scorer, columns: Sequence[Sequence
     components = gated(torch.tensor(values, dtype=torch.float64).T, scorer.rewards)
     failed = torch.tensor([any(map(is_failure, row)) for row in zip(*columns, strict=True)])
     total, scored = shaped_sum(
-        components, scorer.rewards, scorer.clip, on_missing=scorer.on_missing, failed=failed
+        components,
+        scorer.rewards,
+        scorer.clip,
+        on_missing=scorer.on_missing,
+        failed=failed,
+        asked=asked_of(scorer.rewards, batch.problems),
     )
     old, was_scored = batch.column("rewards"), batch.column("scored").bool()
     flips = find_flips(old, total, was_scored & scored, batch.group_id)

@@ -275,7 +275,7 @@ class _Rescored:
 
     def add(self, evidence: StepEvidence) -> None:
         batch, scorer = evidence.batch, self.scorer
-        rewards = [w.reward for w in scorer.rewards if w.reward.deterministic]
+        rewards = [w for w in scorer.rewards if w.reward.deterministic]
         names = [w.name for w in scorer.rewards if w.reward.deterministic]
         places = [i for i, w in enumerate(scorer.rewards) if w.reward.deterministic]
         columns = score_samples(rewards, batch.samples, scorer.pool) if rewards else []
@@ -294,7 +294,7 @@ class _Rescored:
 
     def _total(self, evidence: StepEvidence) -> None:
         """The summed reward of each response that was scored, from its components."""
-        from posttrain.core.rewards.scoring import shaped_sum
+        from posttrain.core.rewards.scoring import asked_of, shaped_sum
 
         batch, scorer = evidence.batch, self.scorer
         if batch.first_branches() is not None:
@@ -304,6 +304,7 @@ class _Rescored:
             scorer.rewards,
             scorer.clip,
             on_missing=scorer.on_missing,
+            asked=asked_of(scorer.rewards, batch.problems),
         )
         for row, scored in enumerate(batch.column("scored").tolist()):
             if scored:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-from posttrain.core.config.rl_stage import RlStage, reward_labels
+from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.contracts import Reward, RewardContext
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.rewards.pool import RewardPool
-from posttrain.core.rewards.scoring import Scorer, WeightedReward
+from posttrain.core.rewards.scoring import Scorer
 from posttrain.core.rewards.shaping import RewardShaping
+from posttrain.core.rewards.weighted import weighted_rewards
 from posttrain.pipelines.stage.inputs import StageInputs
 
 
@@ -23,17 +25,14 @@ def build_scorer(context: StageInputs, stage: RlStage, tokenizer: ChatTokenizer)
         attention=context.runtime.attention,
         batch_size=stage.micro_batch_size,
     )
-    rewards = [context.build(Reward, component) for component in stage.rewards]
+    weighted = weighted_rewards(stage.rewards, partial(context.build, Reward))
+    rewards = [each.reward for each in weighted]
     for reward in rewards:
         if reward.runs_in == "host":
             reward.setup(setup)
-    labels = reward_labels(stage.rewards)
     return Scorer(
         task=context.task,
-        rewards=[
-            WeightedReward(reward, component.weight, label, component.only_if)
-            for reward, component, label in zip(rewards, stage.rewards, labels, strict=True)
-        ],
+        rewards=weighted,
         tokenizer=tokenizer,
         clip=stage.reward_clip,
         on_missing=stage.on_missing,

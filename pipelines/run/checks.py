@@ -11,13 +11,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.core.errors import ConfigError, ResourceError
+from posttrain.core.errors import ConfigError, ResourceError, shortlist
 from posttrain.core.store import urls
 from posttrain.pipelines.run.environment_checks import check_environments, check_samplers
 
 if TYPE_CHECKING:
     from posttrain.core.config.base import StageBase
     from posttrain.core.config.resolve import ResolvedRun
+    from posttrain.core.config.rl_stage import RewardComponent
     from posttrain.core.contracts import Plugin, Task
     from posttrain.core.plugin_manager import PluginManager
     from posttrain.core.types import Problem, Split
@@ -238,20 +239,33 @@ def check_answers(resolved: ResolvedRun, manager: PluginManager, task: Task[Any]
         ProcessRewardModelStage,
     )
     from posttrain.core.config.rl_stage import RlStage
-    from posttrain.core.contracts import Reward
+    from posttrain.core.contracts import Reward, Sampler
 
-    where = task.unjudged()
+    where, labels = task.unjudged(), list(task.parts())
+    for name, stage in resolved.config.stages.items():
+        if isinstance(stage, RlStage):
+            check_reward_tasks(f"stages.{name}", stage.rewards, labels)
     if not where:
         return ""
     for name, stage in resolved.config.stages.items():
         for index, reward in enumerate(stage.rewards if isinstance(stage, RlStage) else ()):
             cls = manager.find("reward", reward.name).cls
-            if issubclass(cls, Reward) and cls.needs_answer:
+            place = task.unjudged(reward.tasks or ())
+            if place and issubclass(cls, Reward) and cls.needs_answer:
+                by_task = "; name the tasks that have answers as its `tasks`" if labels else ""
                 raise ConfigError(
                     f"stages.{name}.rewards.{index}: '{reward.name}' compares with the problem's "
-                    f"answer, and {where} has none that a verifier reads; add answers (task."
+                    f"answer, and {place} has none that a verifier reads; add answers (task."
                     "answer_field), set task.match or task.verifiers, or use rewards that need no "
-                    "answer, such as llm_judge, reward_model, format or code_tests"
+                    f"answer, such as llm_judge, reward_model, format or code_tests{by_task}"
+                )
+        if isinstance(stage, RlStage):
+            sampler = manager.find("sampler", stage.sampler.name).cls
+            if issubclass(sampler, Sampler) and sampler.needs_verdicts:
+                raise ConfigError(
+                    f"stages.{name}.sampler: '{sampler.name}' chooses by how many answers are "
+                    f"right, and {where} has no answer that a verifier reads; add answers, or set "
+                    "sampler: group"
                 )
         online = stage.online if isinstance(stage, PreferenceStage) else None
         by_verifier = online is None or online.ranked_by == "verifier"
@@ -269,6 +283,30 @@ def check_answers(resolved: ResolvedRun, manager: PluginManager, task: Task[Any]
                 "name a file of labelled steps as `data`"
             )
     return f"{where} has no answer that a verifier reads: accuracies count such problems as wrong"
+
+
+def check_reward_tasks(
+    where: str, rewards: Sequence[RewardComponent], labels: Sequence[str]
+) -> None:
+    """Refuse rewards of tasks that there are not, and tasks whose answers no reward scores.
+
+    `labels` are those of the mixture's tasks; none where there is one task.
+    """
+    for index, reward in enumerate(rewards):
+        unknown = [label for label in reward.tasks or () if label not in labels]
+        if unknown:
+            there = shortlist(unknown[0], labels) if labels else "the task is not a mixture"
+            raise ConfigError(
+                f"{where}.rewards.{index}.tasks: no task of the mixture is called '{unknown[0]}' "
+                f"({there}); name labels of its tasks, or remove `tasks`"
+            )
+    for label in labels if any(reward.tasks for reward in rewards) else ():
+        if not any(r.weight and (r.tasks is None or label in r.tasks) for r in rewards):
+            raise ConfigError(
+                f"{where}.rewards: none scores answers to problems of task '{label}', so they "
+                f"would be sampled and teach nothing; add '{label}' to the `tasks` of one, or take "
+                "the task out of the mixture"
+            )
 
 
 def check_pools(resolved: ResolvedRun, manager: PluginManager) -> list[str]:

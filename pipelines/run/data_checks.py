@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +21,7 @@ from posttrain.core.config.preference_stages import (
     RewardModelStage,
 )
 from posttrain.core.config.resolve import ResolvedRun
-from posttrain.core.config.rl_stage import RlStage, reward_labels
+from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.config.schema import RunConfig
 from posttrain.core.config.sections import EnvironmentComponent
 from posttrain.core.config.sft_stage import SftStage
@@ -42,6 +43,7 @@ from posttrain.core.errors import DataError
 from posttrain.core.models.source import known_folder, unchecked
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.rewards.checking import unreadable_references
+from posttrain.core.rewards.weighted import weighted_rewards
 from posttrain.core.types import Problem
 from posttrain.pipelines.run.teacher_checks import check_teachers
 from posttrain.pipelines.stage.inputs import episodes_of, load_tokenizer
@@ -127,12 +129,8 @@ class _Stage:
         stage = self.stage
         if not isinstance(stage, RlStage) or self.made_by is not None or stage.learns_from_record:
             return []
-        labels = reward_labels(stage.rewards)
-        rewards = {
-            label: self.build(Reward, component)
-            for label, component in zip(labels, stage.rewards, strict=True)
-        }
-        if all(type(reward).unreadable is Reward.unreadable for reward in rewards.values()):
+        rewards = weighted_rewards(stage.rewards, partial(self.build, Reward))
+        if all(type(weighted.reward).unreadable is Reward.unreadable for weighted in rewards):
             return []
         problems = self.problems(stage.steps * stage.prompts_per_step)
         return unreadable_references(rewards, problems)

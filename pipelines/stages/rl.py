@@ -205,8 +205,7 @@ def build_loop(
     scorer = build_scorer(context, stage, tokenizer)
     order, use = PromptStream(prompts, derive_seed(run.seed, context.name, "prompts")), SharedLock()
     stream = build_stream(context, stage, engine, tokenizer, episodes, order, use)
-    rewards = {weighted.name: weighted.reward for weighted in scorer.rewards}
-    for sentence in unreadable_references(rewards, problems):
+    for sentence in unreadable_references(scorer.rewards, problems):
         context.warn(f"{context.name}: {sentence}")
     return RlLoop(
         context=context,

@@ -72,6 +72,7 @@ class CurriculumSampler(Sampler[CurriculumConfig]):
     """
 
     name = "curriculum"
+    needs_verdicts = True
     Config = CurriculumConfig
 
     def __init__(self, config: CurriculumConfig) -> None:

@@ -118,6 +118,7 @@ class DynamicSampler(Sampler[DynamicConfig]):
     """
 
     name = "dynamic"
+    needs_verdicts = True
     Config = DynamicConfig
 
     def __init__(self, config: DynamicConfig) -> None:

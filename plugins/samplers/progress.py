@@ -73,6 +73,7 @@ class ProgressSampler(Sampler[ProgressConfig]):
     """
 
     name = "progress"
+    needs_verdicts = True
     Config = ProgressConfig
     needs_tasks = True
 

@@ -72,6 +72,7 @@ class ReplaySampler(Sampler[ReplayConfig]):
     """
 
     name = "replay"
+    needs_verdicts = True
     Config = ReplayConfig
     needs_correction = True
 

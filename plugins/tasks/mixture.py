@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -172,9 +172,10 @@ class MixtureTask(Task[MixtureConfig]):
     def source(self) -> str:
         return "; ".join(f"{label}: {task.source()}" for label, task in self._tasks.items())
 
-    def unjudged(self) -> str:
+    def unjudged(self, tasks: Collection[str] = ()) -> str:
         """The first of its tasks' own."""
-        return next(filter(None, (task.unjudged() for task in self._tasks.values())), "")
+        asked = [task for label, task in self._tasks.items() if not tasks or label in tasks]
+        return next(filter(None, (task.unjudged() for task in asked)), "")
 
     def preferences(self) -> list[PreferenceRow]:
         """Those of all its tasks."""

@@ -433,15 +433,30 @@ def test_blame_walks_back_from_the_registered_model_to_the_base_model(
         "stages.rl.micro_batch_size": (32, 6),
         "stages.rl.generation.max_response_length": (16, 8),
         "stages.rl.rewards": (
-            [{"name": "accuracy", "weight": 1.0, "label": "accuracy", "only_if": None}],
             [
-                {"name": "accuracy", "weight": 1.0, "label": "accuracy", "only_if": None},
+                {
+                    "name": "accuracy",
+                    "weight": 1.0,
+                    "label": "accuracy",
+                    "only_if": None,
+                    "tasks": None,
+                }
+            ],
+            [
+                {
+                    "name": "accuracy",
+                    "weight": 1.0,
+                    "label": "accuracy",
+                    "only_if": None,
+                    "tasks": None,
+                },
                 {
                     **{
                         "name": "reward_model",
                         "weight": 0.2,
                         "label": "reward_model",
                         "only_if": None,
+                        "tasks": None,
                     },
                     "transform": "sigmoid",
                 },

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import DataError
 from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.rewards.checking import unreadable_references
-from posttrain.core.types import Problem
+from posttrain.core.rewards.weighted import WeightedReward
+from posttrain.core.types import TASK, Problem
 from posttrain.pipelines.cli.main import app
 from posttrain.pipelines.run.checks import resolve_configs
 from posttrain.pipelines.run.data_checks import check_texts
@@ -157,8 +159,10 @@ def test_every_reward_that_reads_a_reference_says_whether_it_can(
     wrong = Problem("a", "p", answer, "", metadata)
     good = Problem("b", "q", "4", "", {"tests": '["assert f() == 1"]'})
     assert reward.unreadable(good) == "" and reward.unreadable(wrong)
-    (sentence,) = unreadable_references({"own": reward}, [wrong, good, wrong])
+    (sentence,) = unreadable_references([WeightedReward(reward, 1.0, "own")], [wrong, good, wrong])
     assert sentence.startswith("reward 'own' cannot read the right answers of 1 of 2 problems")
+    theirs = [replace(p, metadata={**p.metadata, TASK: t}) for p, t in ((wrong, "a"), (good, "b"))]
+    assert not unreadable_references([WeightedReward(reward, 1.0, "own", tasks=("b",))], theirs)
 
 
 def test_validate_shows_what_it_found(model: Path, tmp_path: Path) -> None:

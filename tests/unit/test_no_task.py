@@ -85,3 +85,45 @@ def test_rewards_that_need_answers_are_refused_where_the_rows_have_none(tmp_path
             inputs({"name": "format", "pattern": "a"}, reward)
     notes = inputs({"name": "format", "pattern": "a"})
     assert any("accuracies count such problems as wrong" in note for note in notes)
+
+
+def test_in_a_mixture_each_reward_scores_the_tasks_that_it_can_judge(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path / "model")
+    data = tmp_path / "prompts.json"
+    data.write_text(
+        json.dumps([{"prompt": [{"role": "user", "content": f"Tell {n}."}]} for n in range(40)])
+    )
+    tasks = [
+        {"name": "arithmetic", "label": "sums"},
+        {"name": "rows", "path": str(data), "label": "talk"},
+    ]
+
+    def check(*rewards: object, **fields: object) -> object:
+        stage = {"kind": "rl", "inputs": {"model": "base"}, "rewards": list(rewards), **fields}
+        config = {
+            "model": {"source": str(tmp_path / "model"), "dtype": "float32"},
+            "task": {"name": "mixture", "tasks": tasks},
+            "stages": {"rl": stage},
+        }
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+        return check_inputs(resolve(load_config([tmp_path / "run.yaml"]), MANAGER), MANAGER)
+
+    form = {"name": "format", "pattern": "a"}
+    verifier, other = {"name": "accuracy", "tasks": ["sums"]}, {**form, "tasks": ["talk"]}
+    check(verifier, other)
+    check(verifier, form)
+    for words, rewards in {
+        r"rewards.0: 'accuracy' compares .*prompts.json:1 has none.*name the tasks that have": (
+            ["accuracy", other]
+        ),
+        r"rewards.1.tasks: no task of the mixture is called 'tlak' \(\['sums', 'talk'\]\)": (
+            [verifier, {**form, "tasks": ["tlak"]}]
+        ),
+        r"rl.rewards: none scores answers to problems of task 'talk'": [verifier],
+        r"none scores answers to problems of task 'talk', so": [verifier, {**other, "weight": 0}],
+    }.items():
+        with pytest.raises(ConfigError, match=words):
+            check(*rewards)
+    for sampler in ("dynamic", "curriculum", "progress", "replay"):
+        with pytest.raises(ConfigError, match=rf"rl.sampler: '{sampler}' chooses by how many"):
+            check(verifier, other, sampler=sampler)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,11 +17,13 @@ from posttrain.core.errors import RunError
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.rewards.checking import check_failure_rate
 from posttrain.core.rewards.pool import RewardPool
-from posttrain.core.rewards.scoring import OnMissing, WeightedReward, rollout_metrics, score_batch
+from posttrain.core.rewards.scoring import OnMissing, rollout_metrics, score_batch
+from posttrain.core.rewards.weighted import WeightedReward
 from posttrain.core.tracking.metric_names import check_names
 from posttrain.core.tracking.tables import sample_rows
-from posttrain.core.types import RewardSample, Score
+from posttrain.core.types import TASK, RewardSample, Score
 from tests.helpers.faulty_rewards import FaultyConfig, FaultyReward
+from tests.helpers.plugins import MANAGER
 
 
 class Given(Reward[NoConfig]):
@@ -167,3 +171,18 @@ def test_rewards_of_a_pool_and_of_this_process_fill_one_batch(task: Task[NoConfi
         scored = score_batch(batch_of(task, ["2", "exit", "3"]), task, rewards, pool=pool)
     assert scored.column("rewards").tolist() == [21.0, 0.0, 31.0]
     assert [row[1].status for row in scored.scores] == ["ok", "crashed", "ok"]
+
+
+def test_what_a_pool_says_of_other_tasks_is_no_failure(task: Task[NoConfig]) -> None:
+    batch = batch_of(task, ["2", "exit", "3"])
+    problems = [replace(p, metadata={TASK: t}) for p, t in zip(batch.problems, "aba", strict=True)]
+    faulty: Reward[Any] = FaultyReward(FaultyConfig())
+    form = MANAGER.build(Reward, "format", {"pattern": "exit"})  # type: ignore[type-abstract]
+    rewards = [
+        WeightedReward(faulty, 1.0, tasks=("a",)),
+        WeightedReward(form, 1.0, tasks=("b",)),
+    ]
+    with RewardPool([faulty, form], workers=1) as pool:
+        scored = score_batch(replace(batch, problems=tuple(problems)), task, rewards, pool=pool)
+    assert scored.column("rewards").tolist() == [2.0, 1.0, 3.0]
+    assert scored.column("scored").tolist() == [True, True, True]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 
+from posttrain.core.config.rl_stage import RewardComponent
 from posttrain.core.contracts import KlEstimator, NoConfig, Reward, Task
 from posttrain.core.data.tokens import ChatTokenizer, response_batch
 from posttrain.core.errors import RunError
@@ -15,16 +17,17 @@ from posttrain.core.kit.tiny import make_tiny_tokenizer
 from posttrain.core.math.groups import z_scores
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.rewards.scoring import (
+    OnMissing,
     Scorer,
-    WeightedReward,
     duplicate_frac,
     gated,
     rollout_metrics,
     score_batch,
 )
 from posttrain.core.rewards.shaping import place_on_last_token, subtract_kl
+from posttrain.core.rewards.weighted import WeightedReward, weighted_rewards
 from posttrain.core.tracking.tables import sample_rows
-from posttrain.core.types import RewardSample, Score
+from posttrain.core.types import TASK, RewardSample, Score
 
 
 class Given(Reward[NoConfig]):
@@ -111,6 +114,39 @@ def test_what_nobody_could_score_is_unscored_and_takes_no_loss(task: Task[NoConf
     assert metrics["reward/unscored_frac"] == 0.5
     assert metrics["reward/mean"] == pytest.approx(0.625)  # over the scored rows alone
     assert metrics["reward/component/second"] == pytest.approx(0.625)
+
+
+@pytest.mark.parametrize("on_missing", ["zero", "unscored"])
+def test_a_reward_of_some_tasks_is_asked_about_their_answers_alone(
+    task: Task[NoConfig], on_missing: OnMissing
+) -> None:
+    """`Given` fails on any other number of samples; what it says nothing of is still missing."""
+    batch = batch_of(task, ["a", "b", "c", "d", "e"])
+    labels = ["sums", "talk", "sums", "talk", "sums"]
+    problems = [replace(p, metadata={TASK: t}) for p, t in zip(batch.problems, labels, strict=True)]
+    batch = replace(batch, problems=tuple(problems))
+    rewards = [
+        WeightedReward(Given([1.0, 0.0, None]), 1.0, "verifier", tasks=("sums",)),
+        WeightedReward(Given([0.5, 0.25]), 2.0, "model", tasks=("talk",)),
+        WeightedReward(Given([]), 1.0, "nobody", tasks=("other",)),
+    ]
+    scored = score_batch(batch, task, rewards, on_missing=on_missing)
+    assert scored.column("rewards").tolist() == [1.0, 1.0, 0.0, 0.5, 0.0]
+    assert scored.column("scored").tolist() == [True, True, True, True, False]
+    assert [row[1].value for row in scored.scores] == [None, 0.5, None, 0.25, None]
+    metrics = rollout_metrics(scored, ["verifier", "model", "nobody"])
+    assert metrics["reward/component/verifier"] == 0.5 and metrics["reward/failures"] == 0
+    assert "reward/component/nobody" not in metrics
+
+
+def test_what_a_stage_lists_is_what_is_scored() -> None:
+    listed = [
+        RewardComponent(name="given", weight=0.5, tasks=("talk",)),
+        RewardComponent(name="given", label="form", only_if="given"),
+    ]
+    first, second = weighted_rewards(listed, lambda _: Given([]))
+    assert (first.name, first.weight, first.only_if, first.tasks) == ("given", 0.5, None, ("talk",))
+    assert (second.name, second.weight, second.only_if, second.tasks) == ("form", 1, "given", ())
 
 
 def test_two_rewards_of_one_plugin_have_two_records(task: Task[NoConfig]) -> None:

@@ -8,7 +8,8 @@ from posttrain.core.contracts import Reward, Task
 from posttrain.core.data.tokens import ChatTokenizer, response_batch
 from posttrain.core.kit.tiny import make_tiny_tokenizer
 from posttrain.core.plugin_manager import PluginManager
-from posttrain.core.rewards.scoring import WeightedReward, score_batch
+from posttrain.core.rewards.scoring import score_batch
+from posttrain.core.rewards.weighted import WeightedReward
 from posttrain.core.types import StepVerdict
 
 

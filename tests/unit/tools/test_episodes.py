@@ -223,7 +223,7 @@ def test_a_tool_s_output_is_no_answer(tiny: Tiny) -> None:
 def test_the_reward_sits_on_the_last_sampled_token_even_before_an_observation(tiny: Tiny) -> None:
     from posttrain.core.contracts import Reward
     from posttrain.core.plugin_manager import PluginManager
-    from posttrain.core.rewards.scoring import WeightedReward
+    from posttrain.core.rewards.weighted import WeightedReward
 
     runner = tiny.runner()
     # So little room that some responses end with an observation.
