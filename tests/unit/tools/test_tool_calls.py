@@ -162,7 +162,7 @@ def test_a_wrong_call_gets_an_error_to_read(text: str, shown: str) -> None:
 def test_each_family_has_its_own_form(family: str, text: str) -> None:
     chat = ChatTokenizer(family_tokenizer(family), None)
     ids = [*chat.tokenizer(text, add_special_tokens=False)["input_ids"], chat.turn_end.token]
-    message = chat.parse_response(ids)
+    message = chat.parse_response(ids, ())
     assert [(c.name, c.arguments) for c in message.tool_calls] == [("two", {"a": 1, "b": 2})]
     answer = environment().step(0, Turn(text, True, message))
     assert [m.content for m in answer.messages] == ["3"]
