@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from posttrain.core.contracts import CONTRACTS, Renderer
 from posttrain.core.data.messages import message_to_json
+from posttrain.core.data.template import TemplateConfig, TemplateRenderer
 from posttrain.core.data.tokens import ChatTokenizer
+from posttrain.core.data.tool_calls import json_text
 from posttrain.core.data.turns import FAMILIES as KNOWN
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.kit.checks import Check, Subject, checks_of
 from posttrain.core.kit.renderers import (
     CALL,
+    LIKE_VALUES,
+    NOTE,
+    NOTED,
     ODD,
     TEXTS,
     TOOLS,
@@ -28,6 +35,7 @@ from posttrain.core.kit.renderers import (
 from posttrain.core.types import Message
 from tests.helpers.plugins import MANAGER
 from tests.helpers.renderers import CHATS, FAMILIES, WITH_CALLS, said, tokenizer_of
+from tests.helpers.templates import QWEN_CODER
 
 every_family = pytest.mark.parametrize("family", FAMILIES)
 
@@ -168,6 +176,24 @@ def test_qwen3_without_empty_blocks_writes_prompts_as_its_template_does() -> Non
 
 
 # --- round trips --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", [*WITH_TOOLS, "qwen_coder"])
+def test_arguments_keep_their_types_by_the_template_too(family: str) -> None:
+    """Also the types that Qwen3-Coder's template writes as Python does: True, None."""
+    tokenizer = tokenizer_of("qwen3" if family == "qwen_coder" else family)
+    if family == "qwen_coder":
+        tokenizer = deepcopy(tokenizer)
+        tokenizer.chat_template = QWEN_CODER
+    renderer = TemplateRenderer(TemplateConfig())
+    renderer.setup(tokenizer, ())
+    for text in LIKE_VALUES if renderer.shows("calls") else ():
+        call = replace(CALL, name="note", arguments={"text": text, **NOTED})
+        chat = [Message("user", "Q"), Message("assistant", "", (call,))]
+        turn = turn_of(renderer.render(chat, [NOTE]), 1)
+        found = renderer.parse_turn(turn, [NOTE])
+        assert [json_text(c.arguments) for c in found.tool_calls] == [json_text(call.arguments)]
+        assert not found.content and not found.malformed
 
 
 @pytest.mark.parametrize("family", WITH_TOOLS)
