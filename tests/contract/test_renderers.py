@@ -178,7 +178,12 @@ def test_qwen3_without_empty_blocks_writes_prompts_as_its_template_does() -> Non
 # --- round trips --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", [*WITH_TOOLS, "qwen_coder"])
+WITHOUT_CALLS = ("smollm2", "llama3")  # their templates
+
+
+@pytest.mark.parametrize(
+    "family", [*(f for f in WITH_TOOLS if f not in WITHOUT_CALLS), "qwen_coder"]
+)
 def test_arguments_keep_their_types_by_the_template_too(family: str) -> None:
     """Also the types that Qwen3-Coder's template writes as Python does: True, None."""
     tokenizer = tokenizer_of("qwen3" if family == "qwen_coder" else family)
@@ -187,10 +192,11 @@ def test_arguments_keep_their_types_by_the_template_too(family: str) -> None:
         tokenizer.chat_template = QWEN_CODER
     renderer = TemplateRenderer(TemplateConfig())
     renderer.setup(tokenizer, ())
-    for text in LIKE_VALUES if renderer.shows("calls") else ():
+    shown = [NOTE] if renderer.shows("tools") else []
+    for text in LIKE_VALUES:
         call = replace(CALL, name="note", arguments={"text": text, **NOTED})
         chat = [Message("user", "Q"), Message("assistant", "", (call,))]
-        turn = turn_of(renderer.render(chat, [NOTE]), 1)
+        turn = turn_of(renderer.render(chat, shown), 1)
         found = renderer.parse_turn(turn, [NOTE])
         assert [json_text(c.arguments) for c in found.tool_calls] == [json_text(call.arguments)]
         assert not found.content and not found.malformed
@@ -296,3 +302,12 @@ def test_glm_goes_on_after_whatever_token_ended_the_turn(name: str) -> None:
         for last in (user, observation, text_end):
             want = closed[1:] if last == begins else closed
             assert chat.extend([message], TOOLS, ended=True, last=last) == want
+
+
+def test_a_renderer_of_others_that_takes_no_tools_to_parse_is_called_without() -> None:
+    class Older(TemplateRenderer):
+        def parse(self, token_ids: Sequence[int]) -> Message:  # type: ignore[override]
+            return Message("assistant", "as before")
+
+    chat = ChatTokenizer(tokenizer_of("qwen3"), None, renderer=Older(TemplateConfig()))
+    assert chat.parse_response([1], [NOTE]).content == "as before"
