@@ -93,13 +93,18 @@ def settle(passes: Passes) -> None:
 
 
 def raised_in(model: Any, error: BaseException) -> bool:  # Any: model classes are not typed
-    """Whether `error` comes from inside of a pass of `model`, whose code may raise anything.
+    """Whether `error` comes from inside of a pass of `model` or from transformers, as of a cache.
 
-    What our code around the pass raises is our fault, and no reason for a slower way.
+    They may raise anything. What our code around them raises is our fault, and no reason for a
+    slower way.
     """
     layers = {id(layer) for layer in model.modules()}
-    frames = walk_tb(error.__traceback__)
-    return any(id(frame.f_locals.get("self")) in layers for frame, _ in frames)
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    return any(
+        id(frame.f_locals.get("self")) in layers
+        or str(frame.f_globals.get("__name__")).startswith("transformers.")
+        for frame in frames
+    )
 
 
 def first_line(error: Exception) -> str:

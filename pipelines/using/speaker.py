@@ -206,9 +206,16 @@ class Speaker:
         seconds = time.perf_counter() - began
         rows = [(c.token_ids, c.logprobs, _finish(c.finish_reason)) for c in made]
         rows = rows or [(tuple(one.ids), (), "cancelled") for one in heard]
-        rest = len(prompt), seconds
+        size = len(prompt)
         answers = [
-            Answer(*self._read(row[0], params.stop_strings, tools), row[2], row[0], row[1], *rest)
+            Answer(
+                *self._read(row[0], params.stop_strings, tools),
+                row[2],
+                row[0],
+                row[1],
+                size,
+                seconds,
+            )
             for row in rows
         ]
         if on_text is not None:

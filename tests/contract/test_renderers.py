@@ -178,7 +178,8 @@ def test_qwen3_without_empty_blocks_writes_prompts_as_its_template_does() -> Non
 # --- round trips --------------------------------------------------------------------------------
 
 
-WITHOUT_CALLS = ("smollm2", "llama3")  # their templates
+# Templates without calls, and one whose generation prompt is not what its turns begin with.
+WITHOUT_CALLS = ("smollm2", "llama3", "deepseek_r1")
 
 
 @pytest.mark.parametrize(
