@@ -125,7 +125,7 @@ def test_without_the_packages_the_command_says_how_to_install_them(tmp_path: Pat
 
 
 def test_a_column_that_the_data_have_not_is_a_sentence(tmp_path: Path) -> None:
-    pytest.importorskip("lm_eval")
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed: posttrain[eval]")
     from posttrain.core.evaluation.lm_eval_suite import run_lm_eval
     from posttrain.core.models.device import ModelRuntime
 

@@ -26,7 +26,7 @@ from tests.helpers.s3 import BUCKET, S3Server
 @pytest.fixture(scope="module")
 def server() -> Iterator[S3Server]:
     if find_spec("moto") is None:
-        pytest.skip("moto[server] is not installed")
+        pytest.skip("moto is not installed: pip install 'moto[server]'")
     server = S3Server()
     yield server
     server.stop()

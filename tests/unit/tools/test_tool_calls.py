@@ -33,6 +33,7 @@ from posttrain.core.data.tokens import ChatTokenizer, response_texts, rollout_ba
 from posttrain.core.errors import DataError
 from posttrain.core.kit.tiny import END, make_tiny_model
 from posttrain.core.plugin_manager import PluginManager
+from posttrain.core.rollout import tool_use
 from posttrain.core.rollout.episodes import (
     EpisodeRunner,
     episode_metrics,
@@ -266,6 +267,13 @@ def test_a_live_environment_gets_it_too() -> None:
     submitting: Any = Waits(Script(chat, [XML_CALL]))
     asyncio.run(plays._episode(submitting, PromptGroup(PROBLEM, ()), PARAMS, 0))
     assert Recorder.got == [TYPED]
+
+
+def test_what_a_tool_raises_is_logged_once_of_each_kind(caplog: pytest.LogCaptureFixture) -> None:
+    tool_use._reported.clear()
+    played("qwen3", [call("two", '{"a": 1}'), call("two", '{"a": 2}'), "done"])
+    (record,) = [r for r in caplog.records if r.name == tool_use.__name__]
+    assert "`Two.call_json`, with KeyError: 'b'" in record.getMessage()
 
 
 def test_a_long_result_is_cut_and_the_next_turn_still_begins() -> None:
