@@ -206,17 +206,10 @@ class Speaker:
         seconds = time.perf_counter() - began
         rows = [(c.token_ids, c.logprobs, _finish(c.finish_reason)) for c in made]
         rows = rows or [(tuple(one.ids), (), "cancelled") for one in heard]
-        size = len(prompt)
+        size, stops = len(prompt), params.stop_strings
         answers = [
-            Answer(
-                *self._read(row[0], params.stop_strings, tools),
-                row[2],
-                row[0],
-                row[1],
-                size,
-                seconds,
-            )
-            for row in rows
+            Answer(*self._read(ids, stops, tools), finish, ids, logprobs, size, seconds)
+            for ids, logprobs, finish in rows
         ]
         if on_text is not None:
             with contextlib.suppress(Cancelled):

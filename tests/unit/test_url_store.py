@@ -222,4 +222,6 @@ def test_what_fails_to_be_sent_is_reported_and_holds_up_nothing() -> None:
     pusher.add("stage rl", lambda: sent.append("rl"))
     assert pusher.wait(5.0) == [] and sent == ["rl"]
     (news,) = pusher.news()
-    assert news.startswith("stage sft was not sent to the store s3://bucket: an answer that")
+    assert news.startswith(
+        "stage sft was not sent to the store s3://bucket: ValueError: an answer that"
+    )

@@ -223,3 +223,15 @@ def test_gsm8k_answers_are_right_for_their_problem_and_wrong_for_the_next(stride
         ]
         found = scores([one for one, _ in wrong])
     assert [s.value for s in found] == [wanted for _, wanted in wrong]
+
+
+def test_a_fault_of_ours_is_an_error_and_one_of_the_algebra_a_wrong_answer() -> None:
+    def ours() -> Graded:
+        raise KeyError("ours")
+
+    def algebra() -> Graded:
+        sympy.Integer("x")
+        raise AssertionError
+
+    assert in_bounded_time(ours) == (None, "error", "KeyError: 'ours'")
+    assert in_bounded_time(algebra) == (0.0, "ok", "no answer found (ValueError)")
