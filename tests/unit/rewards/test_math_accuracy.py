@@ -10,9 +10,11 @@ from pathlib import Path
 
 import math_verify
 import pytest
+import sympy
 
 from posttrain.core.math.answers import after_marker, as_latex, bracket_depth, last_boxed
 from posttrain.core.types import Score
+from posttrain.plugins.rewards.math_accuracy import Graded, in_bounded_time
 from tests.helpers.rewards import pooled, sample, score
 
 GSM8K = Path(__file__).resolve().parents[4] / "shared" / "data" / "gsm8k"
