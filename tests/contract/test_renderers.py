@@ -312,3 +312,20 @@ def test_a_renderer_of_others_that_takes_no_tools_to_parse_is_called_without() -
 
     chat = ChatTokenizer(tokenizer_of("qwen3"), None, renderer=Older(TemplateConfig()))
     assert chat.parse_response([1], [NOTE]).content == "as before"
+
+
+@pytest.mark.parametrize("family", sorted({f for f, chat in SAME if chat in WITH_CALLS}))
+def test_arguments_and_results_are_written_as_the_own_template_writes_them(family: str) -> None:
+    renderer, tokenizer = renderer_of(family), tokenizer_of(family)
+    for text in LIKE_VALUES:
+        call = replace(CALL, name="note", arguments={"text": text, **NOTED})
+        result = Message("tool", text, name="note", tool_call_id=call.id)
+        chat = [Message("user", "Q"), Message("assistant", "", (call,)), result]
+        want = tokenizer.apply_chat_template(
+            [message_to_json(message) for message in chat],
+            tools=[NOTE],
+            add_generation_prompt=True,
+            return_dict=False,
+        )
+        got = renderer.render(chat, [NOTE], generation_prompt=True).token_ids
+        assert tokenizer.decode(got) == tokenizer.decode(want), text
