@@ -122,7 +122,7 @@ def rank_kind(request: pytest.FixtureRequest) -> Iterator[str]:
         yield "processes"
         return
     if find_spec("ray") is None:
-        pytest.skip("Ray is not installed (posttrain[ray])")
+        pytest.skip("Ray is not installed: pip install 'posttrain[ray]'")
     from posttrain.core.cluster.on_ray import connection
 
     connection.join("local")
@@ -134,7 +134,7 @@ def rank_kind(request: pytest.FixtureRequest) -> Iterator[str]:
 def running_nodes(tmp_path_factory: pytest.TempPathFactory) -> TwoNodes:
     """A Ray cluster of two nodes."""
     if find_spec("ray") is None:
-        pytest.skip("Ray is not installed (posttrain[ray])")
+        pytest.skip("Ray is not installed: pip install 'posttrain[ray]'")
     from tests.helpers.two_nodes import two_nodes
 
     return kept_running("running_nodes", lambda: two_nodes(tmp_path_factory.mktemp("nodes")))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import TYPE_CHECKING, ClassVar
 
 from posttrain.core.contracts.base import ConfigT, Plugin
@@ -85,9 +86,17 @@ class Renderer(Plugin[ConfigT]):
         """
 
     @abstractmethod
-    def parse(self, token_ids: Sequence[int]) -> Message:
+    def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSchema] = ()) -> Message:
         """The assistant's message that `token_ids` (one turn, with or without its end) write.
 
-        Text, reasoning and tool calls; a call that cannot be read stands in `malformed`. Never
-        raises on any tokens.
+        Text, reasoning and tool calls; a call that cannot be read stands in `malformed`. `tools`
+        are those that the model was shown: a format that writes strings without quotes reads each
+        argument by its schema. A renderer whose calls are JSON may leave the argument out: then it
+        is called without. Never raises on any tokens.
         """
+
+    def parse_turn(self, token_ids: Sequence[int], tools: Sequence[ToolSchema]) -> Message:
+        """`parse`, with `tools` if this renderer takes them."""
+        given = signature(self.parse).parameters.values()
+        takes = any(p.name == "tools" or p.kind is p.VAR_KEYWORD for p in given)
+        return self.parse(token_ids, tools=tools) if takes else self.parse(token_ids)

@@ -21,6 +21,7 @@ from posttrain.core.types import (
     Score,
     Split,
     StepVerdict,
+    ToolSchema,
     Verdict,
 )
 
@@ -345,6 +346,8 @@ class Episode:
 
     prompt: PromptGroup
     state: object
+    tools: tuple[ToolSchema, ...] = ()
+    """What the prompt offers: calls are read by these schemas."""
     segments: tuple[Segment, ...] = ()
     counts: Mapping[str, float] = field(default_factory=dict)
     finish_reason: FinishReason | None = None

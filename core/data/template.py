@@ -210,7 +210,7 @@ class TemplateRenderer(Renderer[TemplateConfig]):
         made, _ = self.control.encode(text[found.start() :], chat.back)
         return made.token_ids[1:] if ended else made.token_ids
 
-    def parse(self, token_ids: Sequence[int]) -> Message:
+    def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSchema] = ()) -> Message:
         """The message that the tokens write, tool calls in the form of the config."""
         # Special tokens are left out, but those that tell calls and reasoning from other text.
         speaking = {i for name, i in self.control.ids.items() if SPEAKING.search(name)}
@@ -220,7 +220,7 @@ class TemplateRenderer(Renderer[TemplateConfig]):
         opened = (self._tail("user") or "").rstrip().endswith("<think>")
         lead = self._lead
         text = text[len(lead) :] if lead and text.startswith(lead) else text
-        return parse_assistant(text, self.form, opened=opened)
+        return parse_assistant(text, self.form, opened=opened, tools=tools)
 
     @cached_property
     def _lead(self) -> str:

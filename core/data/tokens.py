@@ -174,9 +174,12 @@ class ChatTokenizer:
         made, _ = self.control.encode(said.content + self.turn_end.text, back)
         return (*made.token_ids, self.turn_end.token)
 
-    def parse_response(self, ids: Sequence[int]) -> Message:
-        """The assistant's message that sampled tokens write: text, reasoning and tool calls."""
-        return self.renderer.parse(ids)
+    def parse_response(self, ids: Sequence[int], tools: Sequence[ToolSchema]) -> Message:
+        """The assistant's message that sampled tokens write: text, reasoning and tool calls.
+
+        `tools` are those that the model was shown, whose schemas say of which types arguments are.
+        """
+        return self.renderer.parse_turn(ids, tools)
 
     def extend(
         self,

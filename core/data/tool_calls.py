@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from posttrain.core.runtime.json_files import NotJson, loads
+from posttrain.core.data.tool_arguments import ArgumentSchemas, json_value
 from posttrain.core.types import Message, ToolCall, ToolSchema
 
 THINK = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
@@ -46,14 +46,14 @@ def parse_assistant(
     Reasoning that is never closed is all of the text. With `opened` the prompt has begun the
     reasoning; without it, a text that closes reasoning and did not open it is read the same way. A
     call that cannot be read is in `malformed`, as it is written. The forms `glm` and `qwen_xml`
-    write strings without quotes: `tools` says which arguments are strings, otherwise those that are
-    JSON of another type are read as such. Never raises, whatever the text.
+    write strings without quotes: the schemas of `tools`, those that the model was shown, say of
+    which type an argument is (`ArgumentSchemas.value`). Never raises, whatever the text.
     """
     if form not in _FORMS:
         raise ValueError(f"no form of tool calls is named '{form}' (forms: {list(_FORMS)})")
     reasoning, rest = split_reasoning(text, opened=opened)
     found = _Found()
-    _FORMS[form].read(rest, found, _string_arguments(tools))
+    _FORMS[form].read(rest, found, ArgumentSchemas(tools))
     return Message(
         "assistant",
         found.content(),
@@ -137,41 +137,12 @@ class _Found:
             self.calls.append(call)
 
 
-Strings = Mapping[str, frozenset[str]]
-"""Names of the arguments that are strings, by tool."""
-
-
-def _string_arguments(tools: Sequence[ToolSchema]) -> Strings:
-    found = {}
-    for tool in tools:
-        function = tool.get("function", tool)
-        parameters = function.get("parameters") if isinstance(function, Mapping) else None
-        properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
-        if isinstance(properties, Mapping):
-            found[str(function.get("name"))] = frozenset(
-                str(name)
-                for name, schema in properties.items()
-                if isinstance(schema, Mapping) and schema.get("type") == "string"
-            )
-    return found
-
-
 def _json_end(text: str, start: int) -> int | None:
     """The end of the JSON value that begins at `start`, strings with any tags in them included."""
     try:
         return json.JSONDecoder().raw_decode(text, start)[1]
     except (ValueError, RecursionError):
         return None
-
-
-def _value(text: str) -> Any:  # Any: a JSON value, None if it is not one that can be kept
-    """A strict JSON value; half of a surrogate pair, which no text can hold, is refused."""
-    try:
-        value = loads(text)
-        json.dumps(value, ensure_ascii=False).encode()
-    except (NotJson, UnicodeEncodeError):
-        return None
-    return value
 
 
 def _call(value: Any, arguments: tuple[str, ...] = ("arguments",)) -> ToolCall | None:
@@ -185,30 +156,30 @@ def _call(value: Any, arguments: tuple[str, ...] = ("arguments",)) -> ToolCall |
     return ToolCall(value["name"], given, call_id if isinstance(call_id, str) else "")
 
 
-def _read_none(text: str, found: _Found, strings: Strings) -> None:
+def _read_none(text: str, found: _Found, schemas: ArgumentSchemas) -> None:
     found.texts.append(text)
 
 
-def _read_tagged(text: str, found: _Found, strings: Strings) -> None:
+def _read_tagged(text: str, found: _Found, schemas: ArgumentSchemas) -> None:
     """Calls between <tool_call> tags, whose bodies are JSON, XML or GLM's keys and values."""
     at = 0
     while (start := text.find(OPEN, at)) >= 0:
         found.texts.append(text[at:start].removesuffix("\n"))
-        at, call = _tagged_call(text, start + len(OPEN), strings)
+        at, call = _tagged_call(text, start + len(OPEN), schemas)
         found.add(call, text[start:at])
     found.texts.append(text[at:])
 
 
-def _tagged_call(text: str, start: int, strings: Strings) -> tuple[int, ToolCall | None]:
+def _tagged_call(text: str, start: int, schemas: ArgumentSchemas) -> tuple[int, ToolCall | None]:
     """Where the call whose body begins at `start` ends, and the call if it can be read."""
     body = _skip_blanks(text, start)
     if text.startswith("{", body):
         end = _json_end(text, body)
         if end is not None and text.startswith(CLOSE, _skip_blanks(text, end)):
-            return _skip_blanks(text, end) + len(CLOSE), _call(_value(text[body:end]))
+            return _skip_blanks(text, end) + len(CLOSE), _call(json_value(text[body:end]))
     for head, pair, tail in (XML, GLM):
         name = head.match(text, body)
-        read = name and _pairs(text, name, pair, tail, strings)
+        read = name and _pairs(text, name, pair, tail, schemas)
         if read:
             return read
     # Up to its closing tag; one that is never closed reaches up to the next call.
@@ -252,7 +223,7 @@ def _pairs(
     head: re.Match[str],
     pair: re.Pattern[str],
     tail: re.Pattern[str],
-    strings: Strings,
+    schemas: ArgumentSchemas,
 ) -> tuple[int, ToolCall] | None:
     """A call from its name to its end; None if anything else stands among its keys and values."""
     name, at = head[1].strip(), head.end()
@@ -261,23 +232,13 @@ def _pairs(
         key = found[1].strip()
         if not key or key in arguments:
             return None
-        arguments[key] = _unquoted(found[2], key in strings.get(name, ()))
+        arguments[key] = schemas.value(name, key, found[2])
         at = found.end()
     end = tail.match(text, at)
     return (end.end(), ToolCall(name, arguments)) if name and end else None
 
 
-def _unquoted(text: str, is_string: bool) -> Any:  # Any: a JSON value
-    """A value that is written without quotes if it is a string."""
-    if is_string:
-        return text
-    if text == "null":
-        return None
-    value = _value(text)
-    return text if value is None or isinstance(value, str) else value
-
-
-def _read_llama3(text: str, found: _Found, strings: Strings) -> None:
+def _read_llama3(text: str, found: _Found, schemas: ArgumentSchemas) -> None:
     """JSON objects that are all of the text, or what follows the tag; other JSON is an answer."""
     calls, left = _llama3_calls(text)
     if not calls and PYTHON_TAG in text:
@@ -301,7 +262,7 @@ def _llama3_calls(text: str) -> tuple[list[ToolCall], str]:
     """The calls that `text` begins with, and what is left of it."""
     calls, at = [], _skip_blanks(text, 0)
     while text.startswith("{", at) and (end := _json_end(text, at)) is not None:
-        value = _value(text[at:end])
+        value = json_value(text[at:end])
         call = _call(value, ("parameters", "arguments"))
         if call is None or not {"parameters", "arguments"} & set(value):
             break
@@ -312,7 +273,7 @@ def _llama3_calls(text: str) -> tuple[list[ToolCall], str]:
     return calls, text[at:]
 
 
-def _read_mistral(text: str, found: _Found, strings: Strings) -> None:
+def _read_mistral(text: str, found: _Found, schemas: ArgumentSchemas) -> None:
     """A list of calls after the mark, or a name and arguments after each mark."""
     content, *parts = _outside_json(text, TOOL_CALLS)
     found.texts.append(content)
@@ -320,7 +281,7 @@ def _read_mistral(text: str, found: _Found, strings: Strings) -> None:
         body = part.strip()
         if body.startswith("["):
             end = _json_end(body, 0)
-            value = None if end is None else _value(body[:end])
+            value = None if end is None else json_value(body[:end])
             if end is None or not isinstance(value, list) or body[end:].strip() or not value:
                 found.malformed.append(TOOL_CALLS + part)
                 continue
@@ -333,7 +294,7 @@ def _read_mistral(text: str, found: _Found, strings: Strings) -> None:
             if not mark:  # Some models leave the mark out: NAME{...}
                 name, brace, arguments = body.partition("{")
                 name, arguments = name.strip(), brace + arguments
-            value = _value(arguments)
+            value = json_value(arguments)
             whole = name and not re.search(r"\s", name) and isinstance(value, dict)
             found.add(ToolCall(name, value, call_id.strip()) if whole else None, TOOL_CALLS + part)
 
@@ -350,7 +311,7 @@ def _outside_json(text: str, mark: str) -> Iterator[str]:
     yield text[start:]
 
 
-def _read_deepseek(text: str, found: _Found, strings: Strings) -> None:
+def _read_deepseek(text: str, found: _Found, schemas: ArgumentSchemas) -> None:
     """Calls between marks, with arguments in a fence (V3, R1) or bare (V3.1)."""
     first = min((i for i in (text.find(CALLS_BEGIN), text.find(CALL_BEGIN)) if i >= 0), default=-1)
     if first < 0:
@@ -383,7 +344,7 @@ def _deepseek_call(text: str, start: int) -> tuple[int, ToolCall | None]:
         tail = re.compile(rf"\s*```\s*{CALL_END}" if head[1] else rf"\s*{CALL_END}")
         closed = tail.match(text, end)
         if closed:
-            value = _value(text[head.end() : end])
+            value = json_value(text[head.end() : end])
             name = (head[1] or head[2]).strip()
             return closed.end(), ToolCall(name, value) if value is not None and name else None
     following = re.compile(f"{CALL_BEGIN}|{CALLS_END}").search(text, start)
@@ -466,7 +427,7 @@ def _write_deepseek(calls: Sequence[ToolCall]) -> str:
 
 
 class _Form(NamedTuple):
-    read: Callable[[str, _Found, Strings], None]
+    read: Callable[[str, _Found, ArgumentSchemas], None]
     write: Callable[[Sequence[ToolCall]], str]
 
 

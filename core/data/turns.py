@@ -242,7 +242,7 @@ class TurnRenderer(Renderer[ConfigT]):
         turns = self._turns(messages, 0, True, ([], []), after_assistant=True)
         return self._encoded([between, *turns]).token_ids
 
-    def parse(self, token_ids: Sequence[int]) -> Message:
+    def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSchema] = ()) -> Message:
         """The message of one turn, up to the token that ends it."""
         known = len(self.tokenizer)
         ids = []
@@ -254,7 +254,7 @@ class TurnRenderer(Renderer[ConfigT]):
         text = self.tokenizer.decode(
             ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
-        return parse_assistant(str(text), self.form, opened=self.begins_in_reasoning)
+        return parse_assistant(str(text), self.form, opened=self.begins_in_reasoning, tools=tools)
 
     # --- turns to chunks ----------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ from posttrain.core.evaluation.suites import (
     measured_mean,
 )
 from posttrain.core.runtime.seeding import derive_seed
-from posttrain.core.types import Completion, Message, SamplingParams, ToolCall
+from posttrain.core.types import Completion, Message, SamplingParams, ToolCall, ToolSchema
 
 if TYPE_CHECKING:
     from inspect_ai.log import EvalLog
@@ -128,6 +128,7 @@ class _Request:
 
     prompt: tuple[int, ...]
     params: SamplingParams
+    tools: Sequence[ToolSchema]
     completion: Completion | None = None
 
 
@@ -171,7 +172,7 @@ def _engine_model(
             room = max_model_len - len(prompt)
             if room < 1:
                 return ModelOutput.from_content("posttrain", "", stop_reason="model_length")
-            request = _Request(prompt, self._params(prompt, room, config))
+            request = _Request(prompt, self._params(prompt, room, config), schemas)
             self.waiting.append(request)
             async with self.lock:
                 while request.completion is None:
@@ -257,7 +258,7 @@ def _output(tokenizer: ChatTokenizer, request: _Request) -> ModelOutput:
 
     completion = request.completion
     assert completion is not None
-    said = tokenizer.parse_response(completion.token_ids)
+    said = tokenizer.parse_response(completion.token_ids, request.tools)
     text = "\n".join([said.content, *said.malformed]) if said.malformed else said.content
     if completion.finish_reason == "stop_string":
         ends = [text.find(stop) for stop in request.params.stop_strings if stop in text]

@@ -268,7 +268,7 @@ class Session:
             whole = whole[: min(places, default=len(whole))]
         message = Message("assistant", whole)
         if request.prompt is None and sampled.finish_reason != "stop_string":
-            read = self.tokenizer.parse_response(ids)
+            read = self.tokenizer.parse_response(ids, request.tools)
             if not read.malformed:
                 named = (
                     # In the form of the strictest templates: nine letters and digits.

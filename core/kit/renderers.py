@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from posttrain.core.contracts import Rendered, Renderer
 from posttrain.core.data.control import ControlTokens
+from posttrain.core.data.tool_calls import json_text
 from posttrain.core.kit.checks import Subject, check, expect, expect_equal
 from posttrain.core.types import Message, ToolCall, ToolSchema
 
@@ -26,6 +28,50 @@ TOOLS: tuple[ToolSchema, ...] = (
     },
 )
 CALL = ToolCall("add", {"a": 1, "text": "x y"}, "abcdefghi")
+
+NOTE: ToolSchema = {
+    "type": "function",
+    "function": {
+        "name": "note",
+        "description": "Keeps what it is given.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "text": {"type": "string"},
+                "code": {"enum": ["1", "2"]},
+                "count": {"type": "integer"},
+                "ratio": {"type": "number"},
+                "sure": {"type": "boolean"},
+                "limit": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+                "items": {"type": "array", "items": {"type": "string"}},
+                "more": {"type": "object"},
+            },
+        },
+    },
+}
+"""A tool with an argument of each type."""
+NOTED = {
+    **{"code": "1", "count": 5, "ratio": 0.5, "sure": True, "limit": None},
+    **{"items": ["5", "true"], "more": {"5": [None, "5"]}},
+}
+LIKE_VALUES = (
+    *(
+        "5",
+        "-1",
+        "007",
+        "1e3",
+        "0.10",
+        "true",
+        "null",
+        "None",
+        "[1]",
+        '{"a": 1}',
+        '"x"',
+        "2024-01-05",
+    ),
+    *("", " ", "  x  ", "\n", "a\n\nb\n", "naïve 日本語 🙂", "</b> <a> c", "x </tool_call> y"),
+)
+"""Strings that a format without quotes may take for other values, or may change."""
 
 TEXTS = (
     *(
@@ -133,6 +179,19 @@ def _round_trip(subject: Subject) -> None:
                 expect_equal(read, without_ids(message), "what is read of a turn")
                 open_turn = renderer.parse(turn[:-1])
                 expect_equal(open_turn, renderer.parse(turn), "a turn without its end")
+
+
+@check("arguments keep their types when the tools' schemas are given", "renderer")
+def _typed_arguments(subject: Subject) -> None:
+    renderer = ready(subject)
+    if not renderer.takes_tools:
+        return
+    for text in LIKE_VALUES:
+        call = replace(CALL, name="note", arguments={"text": text, **NOTED})
+        chat = [Message("user", "Q"), Message("assistant", "", (call,))]
+        turn = turn_of(renderer.render(chat, [NOTE]), 1)
+        read = [json_text(c.arguments) for c in renderer.parse_turn(turn, [NOTE]).tool_calls]
+        expect_equal(read, [json_text(call.arguments)], f"arguments with the string {text!r}")
 
 
 @check("any tokens are parsed without an error", "renderer")

@@ -14,7 +14,7 @@ from posttrain.core.errors import RunError
 from posttrain.core.rollout.answers import Answers, AnswersHere
 from posttrain.core.rollout.turns import Turns, completion_of, first_branches
 from posttrain.core.runtime.seeding import derive_seed
-from posttrain.core.types import Completion, Problem, SamplingParams, ToolSchema
+from posttrain.core.types import Completion, Problem, SamplingParams
 
 
 class Generates(Protocol):
@@ -129,11 +129,9 @@ class EpisodeRunner:
         """Token ids of the prompt with what the environment tells the model."""
         return self.turns.prompt(problem, self.environment.reset(problem))
 
-    def _tools(self, problem: Problem) -> tuple[ToolSchema, ...]:
-        return (*problem.tools, *self.environment.reset(problem).tools)
-
     def open(self, prompt: PromptGroup) -> Episode:
-        return Episode(prompt, self.environment.reset(prompt.problem).state)
+        opening = self.environment.reset(prompt.problem)
+        return Episode(prompt, opening.state, (*prompt.problem.tools, *opening.tools))
 
     def generate(
         self,
@@ -191,11 +189,12 @@ class EpisodeRunner:
         turns = [completion for group in groups for completion in group.completions]
         after = [self.turns.after(e, turn) for e, turn in zip(episodes, turns, strict=True)]
         going = [index for index, episode in enumerate(after) if episode.finish_reason is None]
-        steps = [(after[i].state, self.turns.said(turns[i])) for i in going]
+        steps = [(after[i].state, self.turns.said(turns[i], after[i].tools)) for i in going]
         for index, observation in zip(going, self.answers.to(steps), strict=True):
             room = limits[index] - len(turns[index].token_ids)
-            tools = self._tools(after[index].prompt.problem) if observation.messages else ()
-            after[index] = self.turns.answered(after[index], turns[index], observation, tools, room)
+            after[index] = self.turns.answered(
+                after[index], turns[index], observation, after[index].tools, room
+            )
         return after
 
 

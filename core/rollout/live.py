@@ -66,8 +66,8 @@ class LiveRunner(Plays):
                     f"its prompt of {len(ids)} tokens leaves no room in the model's "
                     f"{self.limits.max_model_len}: shorten what the environment shows first"
                 )
-            episode = replace(episode, prompt_ids=ids)
             tools = (*prompt.problem.tools, *opening.tools)
+            episode = replace(episode, prompt_ids=ids, tools=tools)
             while episode.finish_reason is None:
                 left = room - len(episode.token_ids)
                 number = len(episode.turns)
@@ -82,7 +82,7 @@ class LiveRunner(Plays):
                 episode = self.turns.after(episode, turn)
                 if episode.finish_reason is not None:
                     break
-                said = self.turns.said(turn)
+                said = self.turns.said(turn, tools)
                 observation = await self._step(self.live.step(state, said), "step")
                 state = observation.state
                 episode = self.turns.answered(

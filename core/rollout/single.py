@@ -53,9 +53,7 @@ class ValueEpisodes(Plays):
         self, submitting: Submitting, prompt: PromptGroup, params: SamplingParams, seed: int
     ) -> list[Completion]:
         runner = self.runner
-        opening = runner.environment.reset(prompt.problem)
         episode = runner.open(prompt)
-        tools = (*prompt.problem.tools, *opening.tools)
         while episode.finish_reason is None:
             left = params.max_tokens - len(episode.token_ids)
             request = replace(
@@ -70,8 +68,8 @@ class ValueEpisodes(Plays):
             episode = runner.turns.after(episode, turn)
             if episode.finish_reason is not None:
                 break
-            steps = [(episode.state, runner.turns.said(turn))]
+            steps = [(episode.state, runner.turns.said(turn, episode.tools))]
             (observation,) = await asyncio.to_thread(runner.answers.to, steps)
             room = left - len(turn.token_ids)
-            episode = runner.turns.answered(episode, turn, observation, tools, room)
+            episode = runner.turns.answered(episode, turn, observation, episode.tools, room)
         return [completion_of(episode)]

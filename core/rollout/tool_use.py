@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -85,6 +86,8 @@ def reply(said: Message, text: str) -> tuple[Message, ...]:
 Arguments = TypeVar("Arguments")
 
 
+logger = logging.getLogger(__name__)
+_reported: set[tuple[str, str]] = set()
 _raised: ContextVar[list[str] | None] = ContextVar("raised", default=None)
 _unreachable: ContextVar[Exception | None] = ContextVar("unreachable", default=None)
 
@@ -98,7 +101,18 @@ def answer_of(tool: Callable[[Arguments], ToolResult], arguments: Arguments) -> 
     except Exception as error:  # a tool may raise anything; the model reads its error
         if (noted := _raised.get()) is not None:
             noted.append(type(error).__name__)
+        if reason is None:
+            _report(tool, error)
         return ToolResult(f"error: the tool failed ({type(error).__name__})", failed=True)
+
+
+def _report(tool: Callable[..., ToolResult], error: Exception) -> None:
+    """Log what a tool raised, which the model reads as a failed call: one of each kind."""
+    kind = getattr(tool, "__qualname__", type(tool).__name__), type(error).__name__
+    if kind not in _reported:
+        _reported.add(kind)
+        logger.warning("a tool failed, `%s`, with %s: %s (the first of its kind)", *kind, error)
+        logger.debug("where the tool failed", exc_info=error)
 
 
 @contextmanager

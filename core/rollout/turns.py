@@ -53,12 +53,12 @@ class Turns:
             self._answers_fit = True
         return self.tokenizer.encode_chat(messages, tools)
 
-    def said(self, turn: Completion) -> Turn:
-        """What the environment gets of a turn."""
+    def said(self, turn: Completion, tools: Sequence[ToolSchema]) -> Turn:
+        """What the environment gets of a turn of a policy that was shown `tools`."""
         return Turn(
             self.tokenizer.decode_response(turn.token_ids),
             turn.finish_reason == "stop",
-            self.tokenizer.parse_response(turn.token_ids),
+            self.tokenizer.parse_response(turn.token_ids, tools),
         )
 
     def after(self, episode: Episode, turn: Completion) -> Episode:

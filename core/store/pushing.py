@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from posttrain.core.errors import PosttrainError
 from posttrain.core.store.remote import StoreAway
 
 TRY_AGAIN_S = 5.0
@@ -78,7 +79,8 @@ class Pusher:
                 time.sleep(TRY_AGAIN_S)
                 continue
             except Exception as error:  # whatever it is: others wait behind it
-                self.tell(f"{what} was not sent to the store {self._where}: {error}")
+                kind = "" if isinstance(error, PosttrainError) else f"{type(error).__name__}: "
+                self.tell(f"{what} was not sent to the store {self._where}: {kind}{error}")
             if self.away:
                 self.tell(f"the store {self._where} answers again")
             self.away = False

@@ -196,8 +196,9 @@ def _send_all(spool: Spool, sender: Sender) -> int | None:
     refused = 0
     while spool.waiting:
         operation, made = spool.first(), ""
+        resolved = spool.resolved(operation)
         try:
-            made = sender(spool.resolved(operation), True)
+            made = sender(resolved, True)
         except Exception as error:  # MLflow's own, requests' and databases': the rest is still sent
             if unreachable(error):
                 return None

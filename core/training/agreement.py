@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -81,12 +82,29 @@ def settle(passes: Passes) -> None:
                     log_slower(model, "the model makes its logits itself", reason)
                     use_plain_attention(model)
             wanted = [_wanted(model, probe) for probe in probes]
-        except Exception as error:  # whatever a model's own code raises
+        except Exception as error:
+            if not raised_in(model, error):
+                raise
             raise ResourceError(
                 f"model type '{kind}' cannot be used here: its forward pass fails "
                 f"({first_line(error)}); choose another model"
             ) from error
         _settle_passes(passes, list(zip(probes, wanted, strict=True)))
+
+
+def raised_in(model: Any, error: BaseException) -> bool:  # Any: model classes are not typed
+    """Whether `error` comes from inside of a pass of `model` or from transformers, as of a cache.
+
+    They may raise anything. What our code around them raises is our fault, and no reason for a
+    slower way.
+    """
+    layers = {id(layer) for layer in model.modules()}
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    return any(
+        id(frame.f_locals.get("self")) in layers
+        or str(frame.f_globals.get("__name__")).startswith("transformers.")
+        for frame in frames
+    )
 
 
 def first_line(error: Exception) -> str:
@@ -143,7 +161,9 @@ def settle_head(model: PreTrainedModel, ids: Tensor) -> str | None:
     try:
         with eager_attention(model), casting(model):
             found = find_head(model, ids)
-    except Exception as error:  # whatever a model's own code raises
+    except Exception as error:
+        if not raised_in(model, error):
+            raise
         found = f"its output layer cannot be read ({first_line(error)})"
     if isinstance(found, str):
         paths.head = None
@@ -247,7 +267,9 @@ def _problem(passes: Passes, probes: list[tuple[RolloutBatch, Tensor]]) -> str |
     for batch, wanted in probes:
         try:
             found = passes.found(batch)
-        except Exception as error:  # whatever a model's own code raises
+        except Exception as error:
+            if not raised_in(passes.model, error):
+                raise
             return f"the pass fails ({first_line(error)})"
         problem = gap(found, wanted, compute_dtype(passes.model))
         if problem is not None:
@@ -297,7 +319,9 @@ class EngineCheck:
             sampled = generate(prompts)
             rows = [[*prompts[prompt], *ids] for prompt, ids, _ in sampled]
             scored = score(rows[:1])[0]
-        except Exception as error:  # whatever a model's own code raises
+        except Exception as error:
+            if not raised_in(self.model, error):
+                raise
             return f"the pass fails ({first_line(error)})"
         with torch.no_grad(), eager_attention(self.model):
             wanted = own_logprobs(self.model, same_length(rows, self.model.device))

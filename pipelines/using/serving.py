@@ -277,7 +277,7 @@ async def _chat(served: Served, asked: _ChatRequest, request: Request) -> Respon
     params = asked.params(asked.max_completion_tokens)
 
     def generate(on_text: OnText | None) -> list[Answer]:
-        return speaker.complete(prompt, params, on_text)
+        return speaker.complete(prompt, params, on_text, tools=tools)
 
     head = {
         "id": f"chatcmpl-{uuid.uuid4().hex}",

@@ -18,7 +18,7 @@ from posttrain.core.errors import ConfigError, DataError, PosttrainError
 from posttrain.core.models.device import ModelRuntime
 from posttrain.core.models.quiet import quiet_libraries
 from posttrain.core.plugin_manager import PluginManager
-from posttrain.core.types import Message, SamplingParams
+from posttrain.core.types import Message, SamplingParams, ToolSchema
 from posttrain.pipelines.run.model_reference import FoundModel, context_length
 
 ENGINE = "transformers"
@@ -163,9 +163,16 @@ class Speaker:
         self._engine.close()
 
     def complete(
-        self, prompt: Sequence[int], params: SamplingParams, on_text: OnText | None = None
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        on_text: OnText | None = None,
+        *,
+        tools: Sequence[ToolSchema] = (),
     ) -> list[Answer]:
         """`params.num_generations` answers after the tokens of `prompt`, cut where the room ends.
+
+        `tools` are those that the prompt offers, by whose schemas calls are read.
 
         `on_text` gets each piece of text once no later token can change it. It may raise
         `Cancelled`: then the answers so far are returned. Raises `DataError` where the prompt
@@ -199,8 +206,9 @@ class Speaker:
         seconds = time.perf_counter() - began
         rows = [(c.token_ids, c.logprobs, _finish(c.finish_reason)) for c in made]
         rows = rows or [(tuple(one.ids), (), "cancelled") for one in heard]
+        size, stops = len(prompt), params.stop_strings
         answers = [
-            self._answer(ids, logprobs, finish, params.stop_strings, len(prompt), seconds)
+            Answer(*self._read(ids, stops, tools), finish, ids, logprobs, size, seconds)
             for ids, logprobs, finish in rows
         ]
         if on_text is not None:
@@ -227,19 +235,13 @@ class Speaker:
             piece, one.shown = text[one.shown : end], end
             on_text(drawn.generation, piece)
 
-    def _answer(
-        self,
-        ids: tuple[int, ...],
-        logprobs: tuple[float, ...],
-        finish: str,
-        stops: Sequence[str],
-        prompt_tokens: int,
-        seconds: float,
-    ) -> Answer:
+    def _read(
+        self, ids: Sequence[int], stops: Sequence[str], tools: Sequence[ToolSchema]
+    ) -> tuple[str, Message]:
+        """Text and message of an answer."""
+        said = self.tokenizer.parse_response(ids, tools)
         text = cut_at(self.tokenizer.decode_response(ids), stops)
-        said = self.tokenizer.parse_response(ids)
-        said = replace(said, content=cut_at(said.content, stops))
-        return Answer(text, said, finish, ids, logprobs, prompt_tokens, seconds)
+        return text, replace(said, content=cut_at(said.content, stops))
 
 
 def _finish(reason: str) -> str:

@@ -10,6 +10,7 @@ import os
 import re
 import select
 import signal
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -39,6 +40,7 @@ MAX_DEPTH = 50  # its parser takes seconds where hundreds of brackets nest
 CPU_S = 0.6  # processor time for one answer
 WALL_S = 6.0  # below the reward pool's limit, for a machine that is busy
 _TAGS = re.compile(r"</?[A-Za-z][A-Za-z_]*>")  # <answer>5</answer>
+LIBRARIES = ("math_verify", "latex2sympy2_extended", "sympy", "mpmath", "antlr4")
 Graded = tuple[float | None, ScoreStatus, str]
 
 # It warns, once a process, that its time limits are off; see `MathAccuracyReward`.
@@ -247,8 +249,11 @@ def in_bounded_time(work: Callable[[], Graded]) -> Graded:
             signal.setitimer(signal.ITIMER_PROF, CPU_S)
             try:
                 result = work()
-            except BaseException as error:
-                result = 0.0, "ok", f"no answer found ({type(error).__name__})"
+            except Exception as error:
+                kind = type(error).__name__
+                result = None, "error", f"{kind}: {error}"[:500]  # a fault of this file
+                if isinstance(error, MemoryError | RecursionError) or _of_a_library(error):
+                    result = 0.0, "ok", f"no answer found ({kind})"
             os.write(writer, json.dumps(result).encode("ascii")[:4000])
         finally:
             os._exit(0)
@@ -267,6 +272,12 @@ def in_bounded_time(work: Callable[[], Graded]) -> Graded:
         return 0.0, "ok", "no answer found: the algebra did not end"
     value, status, detail = json.loads(reply)
     return value, status, detail
+
+
+def _of_a_library(error: Exception) -> bool:
+    """Whether the algebra raised it, which then cannot read or compare the answer."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(str(f.f_globals.get("__name__")).split(".")[0] in LIBRARIES for f in frames)
 
 
 def _parsed(text: str, *, anything: bool = False) -> list[Any]:  # Any: SymPy's expressions

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ray = pytest.importorskip("ray", reason="Ray is not installed (posttrain[ray])")
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'posttrain[ray]'")
 
 from posttrain.core.cluster.group import RankLost  # noqa: E402
 from posttrain.core.cluster.on_ray import connection, watch  # noqa: E402

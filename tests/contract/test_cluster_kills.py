@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-pytest.importorskip("ray", reason="Ray is not installed (posttrain[ray])")
+pytest.importorskip("ray", reason="Ray is not installed: pip install 'posttrain[ray]'")
 
 from tests.helpers.cluster import running_cluster  # noqa: E402
 from tests.helpers.faults import joined  # noqa: E402

@@ -36,7 +36,7 @@ from tests.helpers.pipeline import tiny_config
 from tests.helpers.ranks import nothing
 from tests.helpers.speed import speed_batch
 
-pytest.importorskip("ray", reason="Ray is not installed (posttrain[ray])")
+pytest.importorskip("ray", reason="Ray is not installed: pip install 'posttrain[ray]'")
 
 
 class Traffic:

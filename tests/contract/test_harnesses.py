@@ -31,7 +31,9 @@ from posttrain.pipelines.stage.suites import Measurement
 from tests.helpers.benchmarks import CHOICES, write_benchmarks
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'posttrain[eval]'")
-pytest.importorskip("inspect_ai", reason="inspect-ai is not installed")
+pytest.importorskip(
+    "inspect_ai", reason="inspect-ai is not installed: pip install 'posttrain[eval]'"
+)
 
 EVAL = "evaluate"
 

@@ -137,6 +137,6 @@ def test_every_folder_with_code_is_a_package_in_the_wheel_and_the_other_way_roun
 def test_imports_go_only_in_the_allowed_directions() -> None:
     command = shutil.which("lint-imports", path=str(Path(sys.executable).parent))
     if command is None:
-        pytest.skip("import-linter is not installed")
+        pytest.skip("import-linter is not installed: make dev")
     done = subprocess.run([command], cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout

@@ -16,7 +16,9 @@ from tests.helpers.two_nodes import joined, two_nodes
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed (posttrain[ray])"),
+    pytest.mark.skipif(
+        find_spec("ray") is None, reason="Ray is not installed: pip install 'posttrain[ray]'"
+    ),
 ]
 
 

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from posttrain.core.contracts import CONTRACTS, Renderer
 from posttrain.core.data.messages import message_to_json
+from posttrain.core.data.template import TemplateConfig, TemplateRenderer
 from posttrain.core.data.tokens import ChatTokenizer
+from posttrain.core.data.tool_calls import json_text
 from posttrain.core.data.turns import FAMILIES as KNOWN
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.kit.checks import Check, Subject, checks_of
 from posttrain.core.kit.renderers import (
     CALL,
+    LIKE_VALUES,
+    NOTE,
+    NOTED,
     ODD,
     TEXTS,
     TOOLS,
@@ -28,6 +35,7 @@ from posttrain.core.kit.renderers import (
 from posttrain.core.types import Message
 from tests.helpers.plugins import MANAGER
 from tests.helpers.renderers import CHATS, FAMILIES, WITH_CALLS, said, tokenizer_of
+from tests.helpers.templates import QWEN_CODER
 
 every_family = pytest.mark.parametrize("family", FAMILIES)
 
@@ -170,6 +178,31 @@ def test_qwen3_without_empty_blocks_writes_prompts_as_its_template_does() -> Non
 # --- round trips --------------------------------------------------------------------------------
 
 
+# Templates without calls, and one whose generation prompt is not what its turns begin with.
+WITHOUT_CALLS = ("smollm2", "llama3", "deepseek_r1")
+
+
+@pytest.mark.parametrize(
+    "family", [*(f for f in WITH_TOOLS if f not in WITHOUT_CALLS), "qwen_coder"]
+)
+def test_arguments_keep_their_types_by_the_template_too(family: str) -> None:
+    """Also the types that Qwen3-Coder's template writes as Python does: True, None."""
+    tokenizer = tokenizer_of("qwen3" if family == "qwen_coder" else family)
+    if family == "qwen_coder":
+        tokenizer = deepcopy(tokenizer)
+        tokenizer.chat_template = QWEN_CODER
+    renderer = TemplateRenderer(TemplateConfig())
+    renderer.setup(tokenizer, ())
+    shown = [NOTE] if renderer.shows("tools") else []
+    for text in LIKE_VALUES:
+        call = replace(CALL, name="note", arguments={"text": text, **NOTED})
+        chat = [Message("user", "Q"), Message("assistant", "", (call,))]
+        turn = turn_of(renderer.render(chat, shown), 1)
+        found = renderer.parse_turn(turn, [NOTE])
+        assert [json_text(c.arguments) for c in found.tool_calls] == [json_text(call.arguments)]
+        assert not found.content and not found.malformed
+
+
 @pytest.mark.parametrize("family", WITH_TOOLS)
 def test_malformed_calls_are_written_as_they_were_read(family: str) -> None:
     renderer = renderer_of(family)
@@ -270,3 +303,29 @@ def test_glm_goes_on_after_whatever_token_ended_the_turn(name: str) -> None:
         for last in (user, observation, text_end):
             want = closed[1:] if last == begins else closed
             assert chat.extend([message], TOOLS, ended=True, last=last) == want
+
+
+def test_a_renderer_of_others_that_takes_no_tools_to_parse_is_called_without() -> None:
+    class Older(TemplateRenderer):
+        def parse(self, token_ids: Sequence[int]) -> Message:  # type: ignore[override]
+            return Message("assistant", "as before")
+
+    chat = ChatTokenizer(tokenizer_of("qwen3"), None, renderer=Older(TemplateConfig()))
+    assert chat.parse_response([1], [NOTE]).content == "as before"
+
+
+@pytest.mark.parametrize("family", sorted({f for f, chat in SAME if chat in WITH_CALLS}))
+def test_arguments_and_results_are_written_as_the_own_template_writes_them(family: str) -> None:
+    renderer, tokenizer = renderer_of(family), tokenizer_of(family)
+    for text in LIKE_VALUES:
+        call = replace(CALL, name="note", arguments={"text": text, **NOTED})
+        result = Message("tool", text, name="note", tool_call_id=call.id)
+        chat = [Message("user", "Q"), Message("assistant", "", (call,)), result]
+        want = tokenizer.apply_chat_template(
+            [message_to_json(message) for message in chat],
+            tools=[NOTE],
+            add_generation_prompt=True,
+            return_dict=False,
+        )
+        got = renderer.render(chat, [NOTE], generation_prompt=True).token_ids
+        assert tokenizer.decode(got) == tokenizer.decode(want), text

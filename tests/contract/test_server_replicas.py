@@ -45,7 +45,7 @@ WAIT_S = 60
 def kind(request: pytest.FixtureRequest) -> Iterator[str]:
     if request.param == "cluster":
         if find_spec("ray") is None:
-            pytest.skip("Ray is not installed (posttrain[ray])")
+            pytest.skip("Ray is not installed: pip install 'posttrain[ray]'")
         from posttrain.core.cluster.on_ray import connection
 
         connection.join("local", cpus=4)

@@ -13,7 +13,9 @@ from tests.helpers.benchmarks import write_benchmarks
 from tests.helpers.pipeline import prepared, run_command, tiny_config, write_config
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'posttrain[eval]'")
-pytest.importorskip("inspect_ai", reason="inspect-ai is not installed")
+pytest.importorskip(
+    "inspect_ai", reason="inspect-ai is not installed: pip install 'posttrain[eval]'"
+)
 
 
 @pytest.mark.slow

@@ -33,7 +33,9 @@ from tests.helpers.pipeline import (
 
 pytestmark = [
     pytest.mark.usefixtures("shared_prefect"),
-    pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed (posttrain[ray])"),
+    pytest.mark.skipif(
+        find_spec("ray") is None, reason="Ray is not installed: pip install 'posttrain[ray]'"
+    ),
 ]
 
 STEPS = 6

@@ -23,7 +23,9 @@ from tests.helpers.cluster import (
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.usefixtures("shared_prefect"),
-    pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed (posttrain[ray])"),
+    pytest.mark.skipif(
+        find_spec("ray") is None, reason="Ray is not installed: pip install 'posttrain[ray]'"
+    ),
 ]
 
 

@@ -43,8 +43,12 @@ def _can_hide() -> bool:
 
 pytestmark = [
     pytest.mark.usefixtures("shared_prefect"),
-    pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed (posttrain[ray])"),
-    pytest.mark.skipif(find_spec("moto") is None, reason="moto[server] is not installed"),
+    pytest.mark.skipif(
+        find_spec("ray") is None, reason="Ray is not installed: pip install 'posttrain[ray]'"
+    ),
+    pytest.mark.skipif(
+        find_spec("moto") is None, reason="moto is not installed: pip install 'moto[server]'"
+    ),
     pytest.mark.skipif(not _can_hide(), reason="mount namespaces need rights that are not here"),
 ]
 

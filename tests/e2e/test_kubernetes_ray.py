@@ -24,7 +24,9 @@ from tests.helpers.pipeline import environment, tiny_config, write_config
 
 SCRIPT = Path(__file__).parents[2] / "infra/kubernetes/with_ray.py"
 TOKEN = "7" * 64
-pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
+pytestmark = pytest.mark.skipif(
+    find_spec("ray") is None, reason="Ray is not installed: pip install 'posttrain[ray]'"
+)
 
 
 class FakeKubernetes:

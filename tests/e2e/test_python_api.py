@@ -149,9 +149,9 @@ def test_the_loop_is_short_and_learns(
 def test_a_notebook_runs_and_shows_its_progress(
     path: Path, model: Path, prefect_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nbformat = pytest.importorskip("nbformat")
-    nbclient = pytest.importorskip("nbclient")
-    pytest.importorskip("ipykernel")
+    nbformat = pytest.importorskip("nbformat", reason="pip install nbformat")
+    nbclient = pytest.importorskip("nbclient", reason="pip install nbclient")
+    pytest.importorskip("ipykernel", reason="pip install ipykernel")
     notebook = nbformat.read(path, as_version=4)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert not any(cell.outputs or cell.execution_count for cell in code), "outputs are committed"

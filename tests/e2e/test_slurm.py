@@ -36,7 +36,9 @@ exec "$@"
 """
 pytestmark = [
     pytest.mark.usefixtures("shared_prefect"),
-    pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed (posttrain[ray])"),
+    pytest.mark.skipif(
+        find_spec("ray") is None, reason="Ray is not installed: pip install 'posttrain[ray]'"
+    ),
     pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed"),
 ]
 

@@ -49,7 +49,7 @@ class Machine:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[S3Server]:
-    pytest.importorskip("moto", reason="moto[server] is not installed")
+    pytest.importorskip("moto", reason="moto is not installed: pip install 'moto[server]'")
     server = S3Server()
     yield server
     server.stop()

@@ -112,12 +112,32 @@ SIMPLE = (
     "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
 )
+# Calls as XML; numbers and booleans are written as Python does.
+QWEN_CODER = """\
+{%- if tools %}{{- '<|im_start|>system\\n<tools>' }}{% for tool in tools %}
+{{- '\\n' }}{{- tool | tojson }}{% endfor %}{{- '\\n</tools><|im_end|>\\n' }}{% endif %}
+{%- for m in messages %}
+{%- if m.role == 'tool' %}
+{{- '<|im_start|>user\\n<tool_response>\\n' + m.content + '\\n</tool_response>\\n<|im_end|>\\n' }}
+{%- else %}{{- '<|im_start|>' + m.role + '\\n' + (m.content or '') }}
+{%- for call in m.tool_calls or [] %}
+{%- if not loop.first or m.content %}{{- '\\n' }}{% endif %}
+{{- '<tool_call>\\n<function=' + call.function.name + '>\\n' }}
+{%- for name, value in call.function.arguments | items %}
+{%- set is_list = value is mapping or (value is sequence and value is not string) %}
+{{- '<parameter=' + name + '>\\n' + (value | tojson if is_list else value | string) }}
+{{- '\\n</parameter>\\n' }}{% endfor %}
+{{- '</function>\\n</tool_call>' }}{% endfor %}
+{{- '<|im_end|>\\n' }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
+
 TEMPLATES: dict[str, str | None] = {
     "chatml": CHATML,
     "generation": GENERATION,
     "qwen3": QWEN3,
     "mistral": MISTRAL,
     "llama3": LLAMA3,
+    "qwen_coder": QWEN_CODER,
     "simple": SIMPLE,
     "none": None,
 }

@@ -24,7 +24,9 @@ print("given", os.environ.get("LD_PRELOAD", "nothing"))
 trim_heap()
 """
 INSTALLED = find_allocator() is not None
-needs_it = pytest.mark.skipif(not INSTALLED, reason="libtcmalloc-minimal4 is not installed")
+needs_it = pytest.mark.skipif(
+    not INSTALLED, reason="not installed: apt-get install libtcmalloc-minimal4"
+)
 
 
 def lines(tmp_path: Path, *arguments: str, **environment: str) -> list[str]:

@@ -76,7 +76,10 @@ def test_marked_configs_and_stages_fit_the_schema(page: Path, manager: PluginMan
                 assert errors == [], f"{page.name}: {name}: {errors[0].message}"
 
 
-@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="needs posttrain[docs]")
+@pytest.mark.skipif(
+    importlib.util.find_spec("mkdocs") is None,
+    reason="mkdocs is not installed: pip install 'posttrain[docs]'",
+)
 def test_the_site_builds_without_dead_links() -> None:
     done = subprocess.run(
         [sys.executable, str(REPO / "docs" / "build_site.py")],

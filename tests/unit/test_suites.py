@@ -12,8 +12,10 @@ import pytest
 from posttrain.core.config.evaluation_stages import BenchmarkStage
 from posttrain.core.config.sections import ModelSection
 from posttrain.core.config.suites import parse_suite
+from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import ConfigError, ResourceError
 from posttrain.core.evaluation import suites as module
+from posttrain.core.evaluation.inspect_suite import _output, _Request
 from posttrain.core.evaluation.suites import (
     SuiteMetric,
     SuiteOptions,
@@ -26,8 +28,10 @@ from posttrain.core.evaluation.suites import (
 )
 from posttrain.core.math.intervals import wilson
 from posttrain.core.store.identity import outside_digests
+from posttrain.core.types import Completion, SamplingParams
 from tests.helpers.benchmarks import write_benchmarks
 from tests.helpers.pipeline import environment
+from tests.helpers.templates import family_tokenizer
 
 
 def test_suites_are_read_from_their_texts() -> None:
@@ -121,7 +125,7 @@ def test_without_the_packages_the_command_says_how_to_install_them(tmp_path: Pat
 
 
 def test_a_column_that_the_data_have_not_is_a_sentence(tmp_path: Path) -> None:
-    pytest.importorskip("lm_eval")
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed: posttrain[eval]")
     from posttrain.core.evaluation.lm_eval_suite import run_lm_eval
     from posttrain.core.models.device import ModelRuntime
 
@@ -137,3 +141,16 @@ def test_a_column_that_the_data_have_not_is_a_sentence(tmp_path: Path) -> None:
             lambda: None,
             lambda what, done, total: None,
         )
+
+
+def test_calls_are_read_by_the_schemas_of_the_tools_that_a_task_offers() -> None:
+    pytest.importorskip("inspect_ai", reason="inspect-ai is not installed: posttrain[eval]")
+    chat = ChatTokenizer(family_tokenizer("qwen_coder"), None)
+    text = "<tool_call>\n<function=f>\n<parameter=a>\n5\n</parameter>\n</function>\n</tool_call>"
+    ids = chat.encode_text(text, special=True)
+    said = Completion(ids, (0.0,) * len(ids), "stop", 0, 0, "none", "0")
+    for kind, value in (("string", "5"), ("integer", 5)):
+        parameters = {"type": "object", "properties": {"a": {"type": kind}}}
+        tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+        made = _output(chat, _Request((1,), SamplingParams(), tools, said))
+        assert made.message.tool_calls[0].arguments == {"a": value}

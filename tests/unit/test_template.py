@@ -135,9 +135,9 @@ def test_calls_are_the_assistants_and_results_are_not(name: str) -> None:
     assert (one, three, five) == (1, 3, 5)
     assert '"add"' in call and "It is 2." in answer and "2" not in call.replace("call00000", "")
     rows = list(zip(made.token_ids, made.sampled, made.message, strict=True))
-    parsed = chat.parse_response([token for token, own, place in rows if own and place == 1])
+    parsed = chat.parse_response([token for token, own, place in rows if own and place == 1], ())
     assert [(c.name, c.arguments) for c in parsed.tool_calls] == [("add", {"a": 1})]
-    assert chat.parse_response([t for t, own, m in rows if own and m == 3]) == messages[3]
+    assert chat.parse_response([t for t, own, m in rows if own and m == 3], ()) == messages[3]
     prompt = chat.encode_chat(messages[:3], [ADD])
     assert made.token_ids[: len(prompt)] == prompt or name == "mistral"  # tools move with the user
 
@@ -152,7 +152,7 @@ def test_reasoning_that_a_template_drops_from_history_has_no_tokens() -> None:
         assert spans(chat, made) == expected
     last = chat.encode_answer(given[:3], given[3])
     assert chat.tokenizer.decode(list(last)) == expected[1][1]
-    assert chat.parse_response(last) == given[3]
+    assert chat.parse_response(last, ()) == given[3]
 
 
 @pytest.mark.parametrize("name", ["chatml", "simple", "none"])
@@ -162,7 +162,7 @@ def test_reasoning_stands_in_the_content_where_a_template_has_no_place(name: str
     made = chat.encode_conversation([user("a"), message])
     ((_, text),) = spans(chat, made)
     assert text.startswith("<think>\nr\n</think>\n\nb")
-    parsed = chat.parse_response(chat.encode_answer([user("a")], message))
+    parsed = chat.parse_response(chat.encode_answer([user("a")], message), ())
     assert (parsed.reasoning, parsed.content.strip()) == ("r", "b")
 
 
@@ -426,7 +426,7 @@ def test_tools_may_stand_in_the_system_message(name: str) -> None:
     assert "<tool_response>\n2\n</tool_response>\n<tool_response>\n3\n</tool_response>" in text
     assert [place for place, _ in spans(chat, made)] == [1, 4]
     rows = zip(made.token_ids, made.sampled, made.message, strict=True)
-    parsed = chat.parse_response([token for token, own, place in rows if own and place == 1])
+    parsed = chat.parse_response([token for token, own, place in rows if own and place == 1], ())
     assert [(c.name, c.arguments) for c in parsed.tool_calls] == [("add", {"a": 1})]
     follows: Sequence[int] = chat.extend([Message("tool", "2")], [ADD], ended=True)
     assert "<tool_response>\n2\n</tool_response>" in str(chat.tokenizer.decode(list(follows)))

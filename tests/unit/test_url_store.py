@@ -26,7 +26,7 @@ from tests.helpers.s3 import BUCKET, S3Server
 @pytest.fixture(scope="module")
 def server() -> Iterator[S3Server]:
     if find_spec("moto") is None:
-        pytest.skip("moto[server] is not installed")
+        pytest.skip("moto is not installed: pip install 'moto[server]'")
     server = S3Server()
     yield server
     server.stop()
@@ -222,4 +222,6 @@ def test_what_fails_to_be_sent_is_reported_and_holds_up_nothing() -> None:
     pusher.add("stage rl", lambda: sent.append("rl"))
     assert pusher.wait(5.0) == [] and sent == ["rl"]
     (news,) = pusher.news()
-    assert news.startswith("stage sft was not sent to the store s3://bucket: an answer that")
+    assert news.startswith(
+        "stage sft was not sent to the store s3://bucket: ValueError: an answer that"
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from posttrain.core.data.problem_sets import repeat_problems
+from posttrain.core.data.template import TemplateConfig, TemplateRenderer
+from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import ConfigError, DataError, ResourceError
 from posttrain.core.kit.tiny import make_tiny_bpe_tokenizer, make_tiny_model
 from posttrain.core.plugin_manager import PluginManager
@@ -60,6 +63,23 @@ def test_answers_that_are_stopped_are_returned(speaker: Speaker) -> None:
     prompt = speaker.tokenizer.encode_text("1 + 2", special=False)
     answers = speaker.complete(prompt, params, stop)
     assert [answer.finish for answer in answers] == ["cancelled"] * 3
+
+
+def test_calls_are_read_by_the_schemas_of_the_tools_that_were_offered(speaker: Speaker) -> None:
+    text = "<tool_call>f<arg_key>a</arg_key><arg_value>5</arg_value></tool_call>"
+    chat = ChatTokenizer(
+        speaker.tokenizer.tokenizer,
+        None,
+        renderer=TemplateRenderer(TemplateConfig(tool_calls="glm")),
+    )
+    other = copy(speaker)
+    other.tokenizer = chat
+    schema = {"name": "f", "parameters": {"properties": {"a": {"type": "string"}}}}
+    tools = [{"type": "function", "function": schema}]
+    ids = chat.encode_text(text, special=False)
+    for offered, value in ((tools, "5"), ([], 5)):
+        _, said = other._read(ids, (), offered)
+        assert said.tool_calls[0].arguments == {"a": value}
 
 
 def test_a_temperature_of_almost_nothing_is_greedy(speaker: Speaker) -> None:

@@ -314,6 +314,20 @@ def test_a_call_that_cannot_be_read_is_served_as_text() -> None:
     assert len(rows) == 1 and rows[0].counts["malformed"] == 1
 
 
+def test_arguments_have_the_types_of_the_tools_that_the_request_offers() -> None:
+    line = "<tool_call>\n<function=add>\n<parameter=a>\n5\n</parameter>\n</function>\n</tool_call>"
+    program = Program([line], family="qwen_coder")
+    typed = {"name": "add", "parameters": {"properties": {"a": {"type": "string"}}}}
+
+    async def play() -> tuple[object, object]:
+        as_text = await program.ask(user("1"), tools=[{"type": "function", "function": typed}])
+        as_it_is = await program.ask(user("1"), tools=[TOOL])
+        first, second = (a.choices[0].message.tool_calls[0] for a in (as_text, as_it_is))
+        return first.arguments["a"], second.arguments["a"]
+
+    assert played(play) == ("5", 5)
+
+
 def test_a_program_without_calls_left_reads_one_text_and_then_errors() -> None:
     program = Program(["one"], max_calls=1)
 

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import math_verify
 import pytest
+import sympy
 
 from posttrain.core.math.answers import after_marker, as_latex, bracket_depth, last_boxed
 from posttrain.core.types import Score
+from posttrain.plugins.rewards.math_accuracy import Graded, in_bounded_time
 from tests.helpers.rewards import pooled, sample, score
 
 GSM8K = Path(__file__).resolve().parents[4] / "shared" / "data" / "gsm8k"
@@ -223,3 +225,15 @@ def test_gsm8k_answers_are_right_for_their_problem_and_wrong_for_the_next(stride
         ]
         found = scores([one for one, _ in wrong])
     assert [s.value for s in found] == [wanted for _, wanted in wrong]
+
+
+def test_a_fault_of_ours_is_an_error_and_one_of_the_algebra_a_wrong_answer() -> None:
+    def ours() -> Graded:
+        raise KeyError("ours")
+
+    def algebra() -> Graded:
+        sympy.Integer("x")
+        raise AssertionError
+
+    assert in_bounded_time(ours) == (None, "error", "KeyError: 'ours'")
+    assert in_bounded_time(algebra) == (0.0, "ok", "no answer found (ValueError)")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -15,7 +17,10 @@ from posttrain.core.config.loading import load_config
 from posttrain.core.config.resolve import resolve
 from posttrain.core.contracts import (
     EngineSetup,
+    LiveEnvironment,
     NoConfig,
+    Observation,
+    Opening,
     PromptGroup,
     SampledGroup,
     Task,
@@ -28,14 +33,19 @@ from posttrain.core.data.tokens import ChatTokenizer, response_texts, rollout_ba
 from posttrain.core.errors import DataError
 from posttrain.core.kit.tiny import END, make_tiny_model
 from posttrain.core.plugin_manager import PluginManager
+from posttrain.core.rollout import tool_use
 from posttrain.core.rollout.episodes import (
     EpisodeRunner,
     episode_metrics,
     prompt_from_json,
     prompt_to_json,
 )
+from posttrain.core.rollout.live import LiveRunner
+from posttrain.core.rollout.plays import EpisodeLimits
+from posttrain.core.rollout.single import ValueEpisodes
+from posttrain.core.rollout.turns import Turns
 from posttrain.core.training.forward import forward_only
-from posttrain.core.types import Completion, Message, Problem, SamplingParams, ToolCall
+from posttrain.core.types import Completion, Message, Problem, SamplingParams, ToolCall, ToolSchema
 from posttrain.pipelines.run.data_checks import check_texts
 from posttrain.plugins.engines.transformers import TransformersEngine, TransformersEngineConfig
 from posttrain.plugins.environments.tool_calls import ToolCallsConfig, ToolCallsEnvironment
@@ -62,9 +72,32 @@ class Two(Tool[NoConfig]):
         return ToolResult(str(arguments["a"] + arguments["b"]))
 
 
+class Note(Tool[NoConfig]):
+    """Says of which types its arguments are."""
+
+    name = "note"
+    Config = NoConfig
+    parameters = {
+        "type": "object",
+        "properties": {"text": {"type": "string"}, "count": {"type": "integer"}, "free": {}},
+    }
+
+    def call(self, arguments: str) -> ToolResult:
+        raise AssertionError
+
+    def call_json(self, arguments: Mapping[str, Any]) -> ToolResult:
+        return ToolResult(repr(dict(arguments)))
+
+
 def environment(**fields: Any) -> ToolCallsEnvironment:
     made = ToolCallsEnvironment(ToolCallsConfig.model_validate(fields))
     made.setup([CalculatorTool(CalculatorConfig()), Two(NoConfig())])
+    return made
+
+
+def noting() -> ToolCallsEnvironment:
+    made = ToolCallsEnvironment(ToolCallsConfig())
+    made.setup([Note(NoConfig())])
     return made
 
 
@@ -86,11 +119,27 @@ class Script:
         return [[Completion(ids, (-0.5,) * len(ids), "stop", 0, 1, "script", "1")]]
 
 
+class Waits:
+    """The script as an engine that takes requests one by one."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+
+    def submit(self, ids: Sequence[int], params: SamplingParams) -> Future[Completion]:
+        made: Future[Completion] = Future()
+        made.set_result(self.script.generate([ids], params)[0][0])
+        return made
+
+
+LIMITS = EpisodeLimits(1, 60.0, 10.0, 0.0, 2000)
+
+
 def played(
     family: str, texts: Sequence[str], **limits: int
 ) -> tuple[ChatTokenizer, Script, SampledGroup]:
     chat = ChatTokenizer(family_tokenizer(family), None)
-    runner = EpisodeRunner(environment(), chat, limits.get("turns", 4), limits.get("shown", 64))
+    env = noting() if family == "qwen_coder" else environment()
+    runner = EpisodeRunner(env, chat, limits.get("turns", 4), limits.get("shown", 64))
     engine: Any = Script(chat, texts)
     prompt = PromptGroup(PROBLEM, runner.encode_prompt(PROBLEM))
     (group,) = runner.generate(engine, [prompt], PARAMS)
@@ -162,12 +211,69 @@ def test_a_wrong_call_gets_an_error_to_read(text: str, shown: str) -> None:
 def test_each_family_has_its_own_form(family: str, text: str) -> None:
     chat = ChatTokenizer(family_tokenizer(family), None)
     ids = [*chat.tokenizer(text, add_special_tokens=False)["input_ids"], chat.turn_end.token]
-    message = chat.parse_response(ids)
+    message = chat.parse_response(ids, ())
     assert [(c.name, c.arguments) for c in message.tool_calls] == [("two", {"a": 1, "b": 2})]
     answer = environment().step(0, Turn(text, True, message))
     assert [m.content for m in answer.messages] == ["3"]
     follows = chat.extend(answer.messages, ended=True)
     assert "3" in str(chat.tokenizer.decode(list(follows)))
+
+
+XML_CALL = (
+    "<tool_call>\n<function=note>\n<parameter=text>\n7\n</parameter>\n<parameter=count>\n5\n"
+    "</parameter>\n<parameter=free>\ntrue\n</parameter>\n</function>\n</tool_call>"
+)
+TYPED = "{'text': '7', 'count': 5, 'free': True}"
+
+
+def test_a_tool_gets_a_string_of_digits_as_a_string() -> None:
+    texts = [XML_CALL, XML_CALL.replace("7", "null"), "done"]
+    chat, _, group = played("qwen_coder", texts)
+    answer = str(chat.tokenizer.decode(list(group.completions[0].token_ids)))
+    assert TYPED in answer and TYPED.replace("7", "null") in answer
+
+
+def test_a_tool_gets_it_too_in_an_episode_that_is_played_by_itself() -> None:
+    chat = ChatTokenizer(family_tokenizer("qwen_coder"), None)
+    plays = ValueEpisodes(EpisodeRunner(noting(), chat, 4, 64), LIMITS, lambda: None)
+    prompt = PromptGroup(PROBLEM, plays.encode_prompt(PROBLEM))
+    submitting: Any = Waits(Script(chat, [XML_CALL, "done"]))
+    (found,) = asyncio.run(plays._episode(submitting, prompt, PARAMS, 0))
+    text = str(chat.tokenizer.decode(list(found.token_ids)))
+    assert TYPED in text
+
+
+class Recorder(LiveEnvironment[NoConfig]):
+    """Offers one tool and keeps what it is called with."""
+
+    name = "recorder"
+    Config = NoConfig
+    got: ClassVar[list[str]] = []
+
+    def schemas(self) -> tuple[ToolSchema, ...]:
+        return (Note(NoConfig()).schema(),)
+
+    async def reset(self, problem: Problem, seed: int) -> Opening:
+        return Opening(0)
+
+    async def step(self, state: object, turn: Turn) -> Observation:
+        self.got += [repr(dict(c.arguments)) for c in turn.message.tool_calls]
+        return Observation("", True, state)
+
+
+def test_a_live_environment_gets_it_too() -> None:
+    chat = ChatTokenizer(family_tokenizer("qwen_coder"), None)
+    plays = LiveRunner(Recorder(NoConfig()), Turns(chat, 4, 64), LIMITS)
+    submitting: Any = Waits(Script(chat, [XML_CALL]))
+    asyncio.run(plays._episode(submitting, PromptGroup(PROBLEM, ()), PARAMS, 0))
+    assert Recorder.got == [TYPED]
+
+
+def test_what_a_tool_raises_is_logged_once_of_each_kind(caplog: pytest.LogCaptureFixture) -> None:
+    tool_use._reported.clear()
+    played("qwen3", [call("two", '{"a": 1}'), call("two", '{"a": 2}'), "done"])
+    (record,) = [r for r in caplog.records if r.name == tool_use.__name__]
+    assert "`Two.call_json`, with KeyError: 'b'" in record.getMessage()
 
 
 def test_a_long_result_is_cut_and_the_next_turn_still_begins() -> None:
