@@ -1,5 +1,7 @@
 """The dashboard's groups as a view in MLflow: all rl stages of an experiment in the same charts.
 
+As a table the view has the algorithm, reward and accuracy of each.
+
 MLflow keeps a shared view as a tag of the experiment, JSON that its page reads, and opens it by
 `viewStateShareKey=NAME` in the address. Layouts of a single run's page are kept by the browser
 alone. Seen with MLflow 3.17.2: a view that a later version cannot read is an error on that page,
@@ -14,6 +16,15 @@ from typing import Any
 
 from posttrain.core.analysis.dashboard import Plot, groups_of
 from posttrain.core.config.rl_stage import RlStage
+
+COLUMNS = [
+    "tags.`run`",
+    "params.`algorithm.name`",
+    "metrics.`0_main/reward`",
+    "metrics.`0_main/accuracy`",
+    "metrics.`0_main/held_out_accuracy`",
+]
+"""What tells runs apart in the view's table."""
 
 
 def rl_view(stage: RlStage, rewards: Iterable[str]) -> str:
@@ -36,6 +47,7 @@ def rl_view(stage: RlStage, rewards: Iterable[str]) -> str:
         "isAccordionReordered": True,
         "hideEmptyCharts": True,  # of what no stage measured
         "searchFilter": f"tags.`posttrain.kind` = '{stage.kind}'",
+        "selectedColumns": COLUMNS,
         # By any other key than the start MLflow shows stages without the runs that they belong to.
         "orderByKey": "metrics.`reward/mean`",
         "orderByAsc": False,

@@ -38,8 +38,11 @@ EXPERIMENT_KIND = {"mlflow.experimentKind": "custom_model_development"}
 class PipelineTracker(MlflowRun):
     """The parent run of a pipeline. Made by `start`; stages may run in several threads."""
 
-    def __init__(self, session: Session, run_id: str, source: Mapping[str, str]) -> None:
+    def __init__(
+        self, session: Session, run_id: str, run_name: str, source: Mapping[str, str]
+    ) -> None:
         super().__init__(session, run_id)
+        self._run_name = run_name
         self._source = dict(source)
         self.uri = session.uri
         self.experiment_id = session.experiment_id
@@ -84,7 +87,7 @@ class PipelineTracker(MlflowRun):
             log_params(client, run_id, redacted_tree(params))
         writer = open_writer(client, uri, experiment_id, run_id, journal, artifacts)
         session = Session(client, writer, uri, experiment_id, journal)
-        tracker = cls(session, run_id, source or {})
+        tracker = cls(session, run_id, run_name, source or {})
         tracker.killed_runs, tracker.sent_before = killed, sent
         tracker.log_text(config_yaml, "config.yaml")
         return tracker
@@ -223,6 +226,7 @@ class PipelineTracker(MlflowRun):
             "mlflow.parentRunId": self.run_id,
             store.TAG_STAGE: name,
             store.TAG_KIND: kind,
+            "run": self._run_name,
         }
 
     def _without_stage(self, name: str) -> str:

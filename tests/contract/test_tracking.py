@@ -105,6 +105,7 @@ def test_stages_are_children_and_a_cached_one_points_to_its_original(uri: str) -
         tags = read(uri, run_id).data.tags
         assert tags["mlflow.parentRunId"] == tracker.run_id
         assert (tags["posttrain.stage"], tags["posttrain.kind"]) == ("sft", "sft")
+        assert tags["run"] == "first", "the list of stages says which run each belongs to"
     assert read(uri, stage.run_id).data.params == {"steps": "3"}
     copy = read(uri, again)
     assert copy.data.tags["posttrain.cached_from"] == stage.run_id

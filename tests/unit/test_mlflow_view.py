@@ -7,7 +7,7 @@ import json
 import zlib
 from pathlib import Path
 
-from posttrain.core.analysis.mlflow_view import rl_view
+from posttrain.core.analysis.mlflow_view import COLUMNS, rl_view
 from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.store.artifacts import RunResult, StageResult
 from posttrain.core.tracking.metric_names import find_metric
@@ -28,6 +28,8 @@ def test_each_group_is_a_section_whose_charts_show_metrics_that_exist() -> None:
     assert not [name for name in metrics if find_metric(name) is None]
     assert {"eval/avg_at/4", "eval/pass_at/2", "reward/component/format"} <= set(metrics)
     assert state["searchFilter"] == "tags.`posttrain.kind` = 'rl'"
+    assert state["selectedColumns"] == COLUMNS
+    assert [c for c in COLUMNS if c.startswith("metrics.") and not find_metric(c[9:-1])] == []
     assert state["orderByKey"] != "attributes.start_time", "stages would be hidden in their runs"
 
 
