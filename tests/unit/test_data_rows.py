@@ -169,7 +169,7 @@ def test_a_table_without_rows_is_refused(tmp_path: Path) -> None:
         ("a.json", "prompt,answer", r"a.json begins with 'p', expected an array of JSON objects"),
         ("a.json", '{"a": 1', r"a.json is not JSON after row 0"),
         ("a.csv", "a,b\n1,2\n3\n", r"a.csv:3 has 1 cells, expected 2 as in the header"),
-        ("a.csv", 'a,b\n1,2\n3,"4\n', r"a.csv:3 cannot be read \(unexpected end of data\)"),
+        ("a.csv", 'a,b\n1,2\n3,"4\n', r"a.csv:3 .* \(the file ends inside quotes\)"),
         ("a.csv", "a;b\n1;2\n", r"a.csv has one column, 'a;b', whose cells seem .* by ';': save"),
         ("a.csv", "a\tb\n1\t2\n", r"seem to be separated by '\\t': rename the file to .tsv"),
         ("a.tsv", "a,b\n1,2\n", r"seem to be separated by ',': rename the file to .csv"),
