@@ -245,6 +245,8 @@ ODD_VALUES: tuple[Any, ...] = (  # Any: whatever YAML can hold
     "..",
     "/dev/null",
     "models:/a/b/c",
+    "~nosuchuser/a",
+    [{"name": {"a": 1}}],
     "a\x85b",
     [],
     {},
