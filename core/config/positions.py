@@ -134,7 +134,7 @@ def _odd(value: object) -> str:
             return "the text holds a NUL or half of a surrogate pair, which is not text; remove it"
         if _HOME_OF.fullmatch(value) and os.path.expanduser(value) == value:  # noqa: PTH111 - Path raises
             user = value[1:].partition("/")[0]
-            return f"'{user}' is no user of this machine, so {value[:80]} is no path; correct it"
+            return f"this machine has no user '{user}', so {value[:80]} is not a path; correct it"
     elif isinstance(value, int):
         if value.bit_length() > 4 * MAX_DIGITS:
             return f"a number of more than {MAX_DIGITS} digits; write a smaller one"

@@ -402,7 +402,10 @@ def test_layers_are_checked_of_a_model_that_the_run_converts_first(
         ({"task": {"name": "mixture", "tasks": ["digits", {"name": [1]}]}}, "task.tasks.1.name"),
         ({"task": {"name": "mixture", "tasks": ["digits", 3]}}, "task.tasks.1: must be a plugin"),
         ({"task": {"name": "mixture", "tasks": ["digits", "arithmetic"]}}, ""),
-        ({"task": {"name": "rows", "path": "~nosuchuser/a"}}, "'nosuchuser' is no user"),
+        (
+            {"task": {"name": "rows", "path": "~nosuchuser/a"}},
+            "this machine has no user 'nosuchuser'",
+        ),
         ({"plugin_files": {"a": "~nosuchuser/a.py"}}, "a name that no user of this machine has"),
         ({"rl": {"ptx": {"path": "x" * 5000}, "policy_loss": ["ptx"]}}, "no file can have a name"),
     ],
