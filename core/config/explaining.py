@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Union, get_args, get_origin
@@ -21,6 +22,8 @@ StageClasses = Mapping[str, type[StageBase]]
 
 # What pydantic puts into a place where values of two forms may stand.
 UNION_TAGS = ("one", "many", "a number", "a schedule")
+_FORM = re.compile(r"(function-(before|after|wrap|plain)|literal|nullable|list|tuple|dict)\[")
+"""How a part begins by which pydantic names a form of value that has no tag."""
 
 
 def raise_problems(problems: Sequence[str]) -> None:
@@ -49,7 +52,7 @@ def explain(
     `kinds` are the stage kinds that were known.
     """
     lines = []
-    details = error.errors(include_url=False)
+    details = _of_one_form(error.errors(include_url=False))
     for detail in details:
         kind, message = detail["type"], detail["msg"]
         inner = _schema_free(tuple(detail["loc"]), root)
@@ -82,6 +85,30 @@ def explain(
             sentence = _wrong_value(kind, message, root, detail, kinds)
         lines.append(f"{where(loc)}: {dotted(loc) or 'the file'}: {sentence}")
     return list(dict.fromkeys(lines))
+
+
+def _of_one_form(details: Sequence[Any]) -> list[Any]:  # Any: pydantic's own error records
+    """The problems without those of other forms that a value could have had.
+
+    Of the forms that a place takes (a name or a list) the one counts that explains most: the one
+    whose problem lies deepest, and of equals the last.
+    """
+    found: dict[Loc, Any] = {}  # by where forms part; the problems of the form that counts
+    for number, detail in enumerate(details):
+        loc = tuple(detail["loc"])
+        at = next((i for i, part in enumerate(loc) if _is_form(part)), None)
+        place = (*loc, number) if at is None else loc[:at]
+        form = None if at is None else loc[at]
+        kept = found.get(place)
+        if kept is None or (form != kept[0] and len(loc) >= len(kept[1][0]["loc"])):
+            found[place] = (form, [detail])
+        elif form == kept[0]:
+            kept[1].append(detail)
+    return [detail for _, kept in found.values() for detail in kept]
+
+
+def _is_form(part: str | int) -> bool:
+    return isinstance(part, str) and _FORM.match(part) is not None
 
 
 def unknown_field(
@@ -231,7 +258,7 @@ def _schema_free(loc: Loc, root: type[BaseModel]) -> Loc:
         loc = (*loc[:2], *loc[3:])
     if root is RunConfig and loc[:1] == ("engine",):
         return ("engine",)
-    loc = tuple(part for part in loc if part not in UNION_TAGS)
+    loc = tuple(part for part in loc if part not in UNION_TAGS and not _is_form(part))
     return loc[:-1] if loc and loc[-1] == "[key]" else loc
 
 
@@ -240,7 +267,7 @@ def _model_at(loc: Loc, root: type[BaseModel], kinds: StageClasses) -> type[Base
     current: Any = root  # Any: type annotations have no common type
     for part in loc:
         models = _models(current)
-        if part in UNION_TAGS or (models and isinstance(part, int)):
+        if part in UNION_TAGS or _is_form(part) or (models and isinstance(part, int)):
             continue  # one component, or an item of a list of them
         if models == [StageBase]:  # `loc` names its kind
             current = kinds.get(str(part))

@@ -7,6 +7,8 @@ aliases are expanded.
 from __future__ import annotations
 
 import datetime
+import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,8 @@ MAX_DEPTH = 60
 MAX_VALUES = 50_000
 """Values of a file with aliases expanded: a few lines of them can stand for billions."""
 MAX_DIGITS = 100
+_HOME_OF = re.compile(r"~[A-Za-z_][\w.-]{0,31}/\S*")
+"""A path in the home of a user who is named."""
 Loc = tuple[str | int, ...]
 """The place of a value: mapping keys and list positions from the root."""
 
@@ -128,6 +132,9 @@ def _odd(value: object) -> str:
     if isinstance(value, str):
         if "\0" in value or any("\ud800" <= letter <= "\udfff" for letter in value):
             return "the text holds a NUL or half of a surrogate pair, which is not text; remove it"
+        if _HOME_OF.fullmatch(value) and os.path.expanduser(value) == value:  # noqa: PTH111 - Path raises
+            user = value[1:].partition("/")[0]
+            return f"this machine has no user '{user}', so {value[:80]} is not a path; correct it"
     elif isinstance(value, int):
         if value.bit_length() > 4 * MAX_DIGITS:
             return f"a number of more than {MAX_DIGITS} digits; write a smaller one"

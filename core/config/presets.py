@@ -7,6 +7,8 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
+
 from posttrain.core.config.base import Component, StageBase
 from posttrain.core.config.positions import Loc
 from posttrain.core.config.preference_stages import PreferenceStage
@@ -65,17 +67,22 @@ def task_components(task: Mapping[str, object]) -> list[tuple[int, Component]]:
     parts = task.get("tasks")
     plain = [
         {k: v for k, v in part.items() if k not in ("weight", "label")}
+        if isinstance(part, Mapping)
+        else part
         for part in (parts if isinstance(parts, list) else ())
     ]
     return _listed(plain)
 
 
 def _listed(named: object) -> list[tuple[int, Component]]:
-    listed = enumerate(named if isinstance(named, list) else ())
-    fits = (
-        (i, v) for i, v in listed if isinstance(v, str) or isinstance(v, Mapping) and "name" in v
-    )
-    return [(index, Component.model_validate(value)) for index, value in fits]
+    """The components of a list; what is none is reported by the plugin that has the list."""
+    found: list[tuple[int, Component]] = []
+    for index, value in enumerate(named if isinstance(named, list) else ()):
+        try:
+            found.append((index, Component.model_validate(value)))
+        except ValidationError:
+            continue
+    return found
 
 
 def preference_components(stage: PreferenceStage) -> list[tuple[Loc, str, Component]]:

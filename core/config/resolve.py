@@ -186,7 +186,8 @@ class _Resolver:
         parts: Any = filled.get("tasks")  # Any: nested YAML values
         for index, part in task_components(filled):
             own, use = self.component("task", part, ("task", "tasks", index))
-            parts[index] |= own
+            written = parts[index]
+            parts[index] = (written if isinstance(written, dict) else {}) | own
             used += use
         return filled, used
 

@@ -347,7 +347,7 @@ class LoraSection(Section):
     rank_stabilised: bool = Field(
         default=False, description="alpha / sqrt(rank) instead (arXiv:2312.03732)"
     )
-    targets: Literal["all"] | tuple[str, ...] = Field(
+    targets: Literal["all"] | Annotated[tuple[str, ...], Field(min_length=1)] = Field(
         default="all",
         description="names of linear layers, as q_proj; all = every one but the output layer, "
         "refused where a model has its experts in fused tensors, which no adapter reaches",

@@ -202,8 +202,10 @@ def _separated(file: Path, setting: str, separator: str) -> Iterator[JsonRow]:
                 number += 1
                 yield JsonRow(f"{file}:{first}", dict(zip(names, cells, strict=True)))
         except csv.Error as error:
+            unclosed = "unexpected end of data" in str(error)
+            why = "the file ends inside quotes" if unclosed else error
             raise DataError(
-                f"{file}:{line + 1} cannot be read ({error}): correct this row; text that holds "
+                f"{file}:{line + 1} cannot be read ({why}): correct this row; text that holds "
                 f'{separator!r}, quotes or line ends stands in "quotes"'
             ) from error
         except UnicodeDecodeError as error:

@@ -91,14 +91,14 @@ def _table_rows(
     damaged = (pyarrow.ArrowException, OSError, ValueError, TypeError, OverflowError)
     try:
         schema, batches = opened(file, columns)
+        rounded = {field.name: _as_written(field.type) for field in schema}  # decodes the names
     except damaged as error:
-        reported = (str(error).splitlines() or [type(error).__name__])[0]
+        reported = (_said(error).splitlines() or [type(error).__name__])[0]
         raise DataError(
             f"{file} is not a {kind} file ({reported}): correct {setting}, or use the task that "
             "reads its format"
         ) from error
     _check_columns(file, schema.names, columns)
-    rounded = {field.name: _as_written(field.type) for field in schema}
     number = 0
     try:
         for batch in batches:
@@ -112,13 +112,18 @@ def _table_rows(
                             values[name] = change(values[name])
                     yield JsonRow(f"{file}:{number}", values)
     except damaged as error:
-        reported = " ".join(str(error).split())[:200]
+        reported = " ".join(_said(error).split())[:200]
         raise DataError(
             f"{file} cannot be read after row {number} ({reported}): the file is damaged; "
             "write or download it again"
         ) from error
     if number == 0:
         raise DataError(f"{file} has no rows, expected one a problem: give another file")
+
+
+def _said(error: Exception) -> str:
+    """What a library says of a damaged file; Python's words for wrong bytes are not for users."""
+    return "text in it is not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
 
 
 def _check_columns(file: Path, known: Sequence[str], wanted: Sequence[str] | None) -> None:

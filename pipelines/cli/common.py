@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from posttrain.core.errors import PosttrainError, ResourceError
+from posttrain.core.errors import ConfigError, PosttrainError, ResourceError
 from posttrain.core.redaction import redact_error, redacted
 from posttrain.core.store import urls
 from posttrain.pipelines.cli import complete
@@ -53,6 +53,8 @@ def say_aside(text: str) -> None:
 
 _NO_ACCESS = {errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.EROFS, errno.ELOOP}
 _NO_ACCESS |= {errno.EEXIST}  # a file where a folder is to be made
+_NO_HOME = "Could not determine home directory"
+"""How `Path.expanduser` begins its error for `~NAME` where there is no such user."""
 EPILOG_CODES = (
     "Exit codes: 0 done, 1 failed, 2 bad config, 3 bad data, 4 missing resource, 5 waits for "
     "approval, 6 rejected."
@@ -228,12 +230,9 @@ def _context(
 ) -> CommandContext:
     if home is None:
         home = default_home()
-    try:
-        return CommandContext(*folders(home, store), as_json, debug)
-    except PosttrainError as error:  # before there is a boundary
-        with Boundary(as_json=as_json, debug=debug):
-            raise error
-        raise
+    with Boundary(as_json=as_json, debug=debug):  # that of the command comes later
+        found = CommandContext(*folders(home, store), as_json, debug)
+    return found
 
 
 class Boundary(contextlib.AbstractContextManager[None]):
@@ -279,6 +278,15 @@ class Boundary(contextlib.AbstractContextManager[None]):
                 "it away, or choose another --home"
             )
             self._stop(message, ResourceError.exit_code)
+        elif isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+            name = str(error.filename or "")
+            message = f"no file can have a name as long as '{name[:60]}...'; correct the path"
+            self._stop(message, ResourceError.exit_code)
+        elif isinstance(error, RuntimeError) and str(error).startswith(_NO_HOME):
+            message = (
+                "a path begins with '~' and a name that no user of this machine has; correct it"
+            )
+            self._stop(message, ConfigError.exit_code)
         elif isinstance(error, Exception):
             self._stop(self._bug(error), 1)
 

@@ -167,9 +167,11 @@ def check_model(resolved: ResolvedRun, manager: PluginManager) -> list[str]:
     from posttrain.core.models.device import ModelRuntime
     from posttrain.core.models.loading import load_policy
     from posttrain.core.models.paths import paths_of
+    from posttrain.core.models.quiet import quiet_libraries
     from posttrain.core.training.forward import check_passes
     from posttrain.pipelines.stage.engines import EnginePool
 
+    quiet_libraries()
     runtime = ModelRuntime.from_config(config.model)
     model = load_policy(path, runtime)
     check_passes(model)

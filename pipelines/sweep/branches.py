@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.core.config.loading import LoadedConfig, load_config, override_of
 from posttrain.core.config.positions import OVERRIDE
-from posttrain.core.config.variants import Settings, VariantsSection
+from posttrain.core.config.variants import SearchSection, Settings, VariantsSection
 from posttrain.core.errors import ConfigError, PosttrainError, nearest
 from posttrain.pipelines.run.checks import check_inputs, resolve_configs
 
@@ -108,6 +108,8 @@ def sweep_of(
     branches: list[Branch] = []
     for variant, values in settings.items():
         branches += branches_of(loaded, configs, sets, variant, values, chosen, home)
+    if section.search is not None:
+        _check_space(section.search, loaded, configs, sets)
     measure = _measure(section, branches[0].resolved, loaded)
     name, base = loaded.config.name, section.compared_with
     return Sweep(
@@ -174,6 +176,34 @@ def branches_of(
         stages = known_stages(own_run, manager, home)
         found.append(Branch(variant, seed, (*common, f"seed={seed}"), own_run, stages))
     return found
+
+
+def _check_space(
+    search: SearchSection, loaded: LoadedConfig, configs: Configs, overrides: Sequence[str]
+) -> None:
+    """Raise `ConfigError` for a setting that no trial can have: a path that there is not, a choice
+    or an end of a range that is refused both by itself and with the first of all others."""
+    tried = {path: space.choices or (space.low, space.high) for path, space in search.space.items()}
+    firsts = {path: values[0] for path, values in tried.items()}
+    for path, values in tried.items():
+        for value in values:
+            alone = {path: value}
+            problem = _refusal(alone, loaded, configs, overrides)
+            if problem and _refusal({**firsts, **alone}, loaded, configs, overrides):
+                raise ConfigError(f"variants.search: {path} cannot be {value!r:.60}: {problem}")
+
+
+def _refusal(
+    settings: Settings, loaded: LoadedConfig, configs: Configs, overrides: Sequence[str]
+) -> str:
+    """Why the config cannot have these settings; empty if it can."""
+    names = _names_of_plugins(loaded, configs, overrides, settings)
+    try:
+        own = [override_of(path, value) for path, value in {**names, **settings}.items()]
+        resolve_configs(configs, [*overrides, "variants=null", *own])
+    except PosttrainError as error:
+        return _placed(str(error), loaded, "", settings)
+    return ""
 
 
 def _names_of_plugins(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import gzip
 import json
 import os
 import random
@@ -14,6 +16,8 @@ from typing import Any
 import pyarrow
 import yaml
 from pyarrow import parquet
+
+from posttrain.core.kit.tiny import CHAT_TEMPLATE, make_tiny_model, make_tiny_tokenizer
 
 GOOD_CONFIGS: tuple[dict[str, Any], ...] = (  # Any: nested YAML values
     {
@@ -83,6 +87,147 @@ GOOD_CONFIGS: tuple[dict[str, Any], ...] = (  # Any: nested YAML values
             },
         },
     },
+    {
+        "task": "arithmetic",
+        "engine": {"name": "vllm_server"},
+        "limits": {"learner_ranks": 4},
+        "cluster": {
+            "ray": {"address": "10.0.0.1:6379", "start_timeout_s": 60},
+            "learner": {"cpus": 2, "gpus": 0, "min_ranks": 2, "shard_size": 2},
+            "engines": {"replicas": 2, "cpus": 2, "gpus": 0},
+            "rewards": {"cpus": 2, "nodes": 2},
+            "environments": {"cpus": 2, "at_once": 64, "timeout_s": 60},
+        },
+        "keep": {"checkpoint_minutes": 5, "checkpoints": 3, "every": 10, "evidence_mb": 16},
+        "forked_from": {"run": "0123abcd", "stage": "rl", "step": 2},
+        "stages": {
+            "rl": {
+                "kind": "rl",
+                "inputs": {"model": "base"},
+                "algorithm": "grpo",
+                "steps": 6,
+                "rewards": ["accuracy", "math_accuracy"],
+                "fork": {"stage": "rl/" + "0" * 64, "step": 2, "seed": 4},
+                "environment": {
+                    "name": "tool_calls",
+                    "tools": ["calculator"],
+                    "max_calls": 3,
+                    "max_turns": 4,
+                },
+                "reward_pool": {"workers": 2, "timeout_s": 5, "max_failure_rate": 0.1},
+                "resample": {"method": "pow", "power": 2},
+                "sampled_evaluation": {"every": 2, "num_problems": 8, "k": 4},
+            },
+        },
+        "variants": {
+            "seeds": [0, 1],
+            "base": "plain",
+            "target": 0.5,
+            "measure": {"stage": "rl", "metric": "reward/mean"},
+            "named": {
+                "plain": {},
+                "+ higher": {
+                    "extends": "plain",
+                    "set": {"stages.rl.policy_loss.clip_high": 0.28, "limits.keep_engine": False},
+                },
+            },
+        },
+    },
+    {
+        "task": "arithmetic",
+        "stages": {
+            "teacher": {"kind": "sft", "inputs": {"model": "base"}, "epochs": 1},
+            "record": {
+                "kind": "record_teacher",
+                "inputs": {"model": "teacher"},
+                "num_problems": 8,
+                "answers": "worked",
+                "top_k": 4,
+            },
+            "student": {
+                "kind": "distill",
+                "inputs": {"model": "base", "recorded": "record"},
+                "distillation": {"name": "gkd", "top_k": 4, "coef": 0.5},
+                "steps": 2,
+            },
+            "given": {
+                "kind": "distill",
+                "inputs": {"model": "base", "teacher": "teacher"},
+                "on_policy_share": 0.5,
+                "teachers": {"teacher": {"routes": ["a"]}, "self": {"policy": {"ema_rate": 0.1}}},
+                "teacher_routing": {"by": "dataset", "unknown": "skip", "balance": "equal"},
+            },
+            "prm": {
+                "kind": "process_reward_model",
+                "inputs": {"model": "base"},
+                "num_prompts": 4,
+                "num_continuations": 2,
+                "separator": "\n",
+            },
+            "online": {
+                "kind": "preference",
+                "inputs": {"model": "base"},
+                "preference_loss": [{"name": "dpo", "beta": 0.1}],
+                "online": {
+                    "steps": 4,
+                    "refresh_every": 2,
+                    "prompts_per_round": 8,
+                    "num_generations": 2,
+                },
+            },
+            "after": {"kind": "evaluate", "inputs": {"model": "online"}},
+            "harness": {"kind": "benchmark", "inputs": {"model": "online"}, "suites": ["held_out"]},
+            "ask": {
+                "kind": "approve",
+                "inputs": {"model": "online", "evaluation": "after"},
+                "samples": 2,
+                "timeout_hours": 1.5,
+            },
+            "champion": {
+                "kind": "promote",
+                "inputs": {"model": "ask", "evaluation": "after"},
+                "min_improvement": 0.01,
+            },
+            "rows": {"kind": "transform", "inputs": {"model": "base"}, "num_problems": 8},
+        },
+        "variants": {
+            "search": {
+                "trials": 3,
+                "space": {
+                    "stages.student.optimizer.learning_rate": {
+                        "low": 1e-5,
+                        "high": 1e-3,
+                        "log": True,
+                    },
+                    "stages.student.steps": [1, 2],
+                },
+            },
+        },
+    },
+    {
+        "task": {"name": "episodes", "prompt": "Walk."},
+        "variants": {
+            "measure": {"stage": "rl", "metric": "reward/mean"},
+            "grid": {"stages.rl.steps": [1, 2], "stages.rl.algorithm": ["grpo", "rloo"]},
+        },
+        "stages": {
+            "rl": {
+                "kind": "rl",
+                "inputs": {"model": "base"},
+                "algorithm": "grpo",
+                "steps": 2,
+                "rewards": [{"name": "environment"}],
+                "environment": {
+                    "name": "mcp",
+                    "servers": [{"url": "http://127.0.0.1:9/mcp"}],
+                    "allow": ["read"],
+                    "max_turns": 3,
+                },
+                "schedule": "streaming",
+                "max_staleness": 2,
+            },
+        },
+    },
 )
 
 ODD_VALUES: tuple[Any, ...] = (  # Any: whatever YAML can hold
@@ -100,6 +245,8 @@ ODD_VALUES: tuple[Any, ...] = (  # Any: whatever YAML can hold
     "..",
     "/dev/null",
     "models:/a/b/c",
+    "~nosuchuser/a",
+    [{"name": {"a": 1}}],
     "a\x85b",
     [],
     {},
@@ -294,7 +441,82 @@ ROWS: dict[str, list[dict[str, Any]]] = {  # Any: JSON values
     "gsm8k": [
         {"question": f"What is {i} + 2?", "answer": f"Easy.\n#### {i + 2}"} for i in range(40)
     ],
+    "sft messages": [
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": f"What is {i} + 2?"}]},
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"function": {"name": "add", "arguments": {"a": i, "b": 2}}}],
+                },
+                {"role": "tool", "content": str(i + 2)},
+                {"role": "assistant", "content": str(i + 2), "train": True},
+            ],
+            "tools": [
+                {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+            ],
+        }
+        for i in range(12)
+    ],
+    "sft sharegpt": [
+        {
+            "system": "Be brief.",
+            "conversations": [
+                {"from": "human", "value": f"What is {i} + 2?"},
+                {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 2}}'},
+                {"from": "observation", "value": "4"},
+                {"from": "gpt", "value": str(i + 2)},
+            ],
+            "tools": '[{"name": "add", "parameters": {}}]',
+        }
+        for i in range(12)
+    ],
+    "sft alpaca": [
+        {"instruction": "Add.", "input": f"{i}", "output": "x", "history": [["a", "b"]]}
+        for i in range(12)
+    ],
+    "sft text": [{"text": f"Once {i}"} for i in range(12)],
+    "steps": [
+        {"prompt": f"What is {i}?", "completions": ["one", "two"], "labels": [True, i % 2 == 0]}
+        for i in range(12)
+    ],
+    "rated": [
+        {
+            "instruction": f"Say {i}",
+            "completions": [
+                {"response": "yes", "overall_score": 4.5},
+                {"response": "no", "overall_score": 1},
+            ],
+        }
+        for i in range(12)
+    ],
+    "verl": [
+        {
+            "data_source": "openai/gsm8k",
+            "prompt": [{"role": "user", "content": f"What is {i} + 2?"}],
+            "reward_model": {"style": "rule", "ground_truth": str(i + 2)},
+            "extra_info": {"index": i, "split": "train"},
+        }
+        for i in range(40)
+    ],
+    "trl": [
+        {
+            "prompt": [
+                {"role": "system", "content": "Be brief."},
+                {"role": "user", "content": [{"type": "text", "text": f"What is {i} + 2?"}]},
+            ],
+            "answer": str(i + 2),
+            "tools": [{"type": "function", "function": {"name": "add", "parameters": {}}}],
+        }
+        for i in range(40)
+    ],
 }
+TEMPLATE = CHAT_TEMPLATE.replace(
+    "message['content'] +",
+    "(message['content'] or '') + (message['tool_calls'] | tojson if message['tool_calls'] else '')"
+    " + (tools | tojson if tools else '') +",
+)
+"""The tiny model's, with calls and tools."""
 ODD_CELLS: tuple[Any, ...] = (  # Any: JSON values
     None,
     True,
@@ -309,6 +531,16 @@ ODD_CELLS: tuple[Any, ...] = (  # Any: JSON values
     [{"role": "wizard", "content": "x"}],
     [{"role": "user"}],
     [{"role": "user", "content": None}],
+    [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,x"}}]}],
+    [{"role": "user", "content": [{"type": "text"}, 3, None]}],
+    [{"role": "assistant", "tool_calls": [{"function": {"name": 3, "arguments": "{"}}]}],
+    [{"role": "assistant", "content": "x", "tool_calls": "none", "train": "perhaps"}],
+    [{"from": "gpt", "value": 3}],
+    [True, None],
+    [0.5, 2, -1],
+    {"ground_truth": None},
+    {"a": {"b": [1, {"c": None}]}},
+    '[{"name": ',
     [[["deep"]]],
     "\ud800",
     "a\x00b",
@@ -330,9 +562,14 @@ ODD_LINES = (
 )
 
 
+SFT, STEPS, TASK = "sft", "steps", ("verl", "trl")
+ENDINGS = (".jsonl",) * 6 + (".json", ".jsonl.gz", ".csv", ".tsv", ".arrow", ".feather", ".txt")
+
+
 def data_cases(folder: Path, count: int, seed: int = 0) -> Iterator[Case]:
     """`count` data files of every format that a config can name, damaged; with their configs."""
     rng = random.Random(seed)
+    model = make_tiny_model(folder / "model", tokenizer=make_tiny_tokenizer(chat_template=TEMPLATE))
     for number in range(count):
         kind = rng.choice((*ROWS, "parquet"))
         path = folder / f"data{number}.jsonl"
@@ -340,14 +577,24 @@ def data_cases(folder: Path, count: int, seed: int = 0) -> Iterator[Case]:
             path = path.with_suffix(".parquet")
             what = damaged_parquet(path, rng)
         else:
-            what = damaged_lines(path, ROWS[kind], rng)
+            path = path.with_suffix(rng.choice(ENDINGS))
+            what = damaged_rows(path, ROWS[kind], rng)
         config = folder / f"config{number}.yaml"
-        config.write_text(yaml.safe_dump(_reading(kind, path, folder)))
-        yield Case(f"{number}: {kind}: {what}", (str(config),))
+        values = {"model": {"source": str(model), "dtype": "float32"}}
+        config.write_text(yaml.safe_dump({**values, **_reading(kind, path, folder)}))
+        yield Case(f"{number}: {kind}{path.suffix}: {what}", (str(config),))
 
 
 def _reading(kind: str, path: Path, folder: Path) -> dict[str, Any]:
     sft = {"kind": "sft", "inputs": {"model": "base"}}
+    if kind.startswith(SFT):
+        return {"stages": {"sft": {**sft, "data": str(path)}}}
+    if kind == STEPS:
+        stage = {**sft, "kind": "process_reward_model", "data": str(path), "separator": " "}
+        return {"stages": {"prm": stage}}
+    if kind in TASK:
+        stage = {"kind": "evaluate", "inputs": {"model": "base"}}
+        return {"task": {"name": "rows", "path": str(path)}, "stages": {"after": stage}}
     if kind in ("problems", "parquet"):
         name = "jsonl" if kind == "problems" else "parquet"
         return {"task": {"name": name, "path": str(path)}, "stages": {"sft": sft}}
@@ -362,6 +609,74 @@ def _reading(kind: str, path: Path, folder: Path) -> dict[str, Any]:
     return {"task": "arithmetic", "stages": {"dpo": {**stage, "algorithm": loss}}}
 
 
+def damaged_rows(path: Path, rows: list[dict[str, Any]], rng: random.Random) -> str:
+    """Write `rows` with one fault, in the form that the ending of `path` names; which."""
+    if path.suffix in (".jsonl", ".txt"):
+        return damaged_lines(path, rows, rng)
+    if path.suffix in (".csv", ".tsv"):
+        return damaged_cells(path, rows, rng)
+    if path.suffix in (".arrow", ".feather"):
+        what, rows = _with_odd_cell(rows, rng)
+        try:
+            table = pyarrow.Table.from_pylist(rows)
+        except (pyarrow.ArrowException, UnicodeError, OverflowError):
+            table = pyarrow.Table.from_pylist(ROWS["problems"])
+        with path.open("wb") as file, pyarrow.ipc.new_file(file, table.schema) as writer:
+            writer.write_table(table)
+        return what if rng.random() < 0.4 else f"{what}; {spoil(path, rng)}"
+    if path.suffix == ".json":
+        what, rows = _with_odd_cell(rows, rng)
+        wrapped = rng.choice((rows, {"data": rows}, {"rows": {"a": rows}}, [rows], {"data": None}))
+        path.write_text(json.dumps(wrapped))
+        return what if rng.random() < 0.5 else f"{what}; {spoil(path, rng)}"
+    what = damaged_lines(path, rows, rng)
+    if path.is_file() and not path.is_symlink():
+        path.write_bytes(gzip.compress(path.read_bytes()))
+        what += f"; {spoil(path, rng)}" if rng.random() < 0.5 else ""
+    return what
+
+
+def _with_odd_cell(
+    rows: list[dict[str, Any]], rng: random.Random
+) -> tuple[str, list[dict[str, Any]]]:
+    """The rows with one odd value at any depth of one of them, or of all; what it is."""
+    cell = rng.choice(ODD_CELLS)
+    loc = rng.choice(places(rows[0]))
+
+    def put(holder: Any, key: Any) -> None:
+        holder[key] = cell
+
+    among = range(len(rows)) if rng.random() < 0.3 else [rng.randrange(len(rows))]
+    made = [changed(row, loc, put) if i in among else row for i, row in enumerate(rows)]
+    return f"{cell!r:.30} at {loc} of {len(among)}", made
+
+
+def damaged_cells(path: Path, rows: list[dict[str, Any]], rng: random.Random) -> str:
+    """Write `rows` as text with a delimiter, with one fault; which."""
+    what, rows = _with_odd_cell(rows, rng)
+    names = list(rows[0])
+    head = rng.choice((names, names, names, names[:-1], [*names, names[0]], [*names, ""]))
+    with path.open("w", encoding="utf-8", errors="surrogatepass", newline="") as file:
+        writer = csv.writer(file, delimiter="," if path.suffix == ".csv" else "\t")
+        writer.writerow(head)
+        for row in rows:
+            cells = [row.get(name, "") for name in names]
+            writer.writerow([c if isinstance(c, str) else json.dumps(c) for c in cells])
+    return f"{what}, {len(head)} columns" + (f"; {spoil(path, rng)}" if rng.random() < 0.3 else "")
+
+
+def spoil(path: Path, rng: random.Random) -> str:
+    """Cut the file or change some bytes of it; which."""
+    data = bytearray(path.read_bytes())
+    if rng.random() < 0.5:
+        path.write_bytes(data[: rng.randrange(len(data))])
+        return "cut"
+    for _ in range(rng.choice((1, 20))):
+        data[rng.randrange(len(data))] = rng.randrange(256)
+    path.write_bytes(data)
+    return "bytes changed"
+
+
 def damaged_lines(path: Path, rows: list[dict[str, Any]], rng: random.Random) -> str:
     """Write `rows` as JSON Lines with one fault; which."""
     lines = [json.dumps(row) for row in rows]
@@ -372,7 +687,9 @@ def damaged_lines(path: Path, rows: list[dict[str, Any]], rng: random.Random) ->
     text = "\n".join(lines)
     cut = rng.randrange(len(text))
     without = {name: value for name, value in rows[at].items() if name != field}
+    deep, changed_rows = _with_odd_cell(rows, rng)
     ways: dict[str, bytes | None] = {
+        deep: "\n".join(map(json.dumps, changed_rows)).encode(),
         f"{field} = {cell!r:.30}": _lines(lines, at, json.dumps({**rows[at], field: cell})),
         f"all {field} = {cell!r:.30}": "\n".join(
             json.dumps({**row, field: cell}) for row in rows

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +17,20 @@ from mlflow import MlflowClient
 from tokenizers import AddedToken
 from typer.testing import CliRunner
 
+from posttrain.core import plugin_manager
 from posttrain.core.config.loading import load_config
 from posttrain.core.config.sections import ModelSection
 from posttrain.core.config.spec import parse_spec
 from posttrain.core.contracts import CONTRACTS
 from posttrain.core.data.preference_files import doubtful, read_preference_rows
-from posttrain.core.errors import ConfigError, DataError, ResourceError
+from posttrain.core.errors import ConfigError, DataError, PosttrainError, ResourceError
 from posttrain.core.kit.tiny import make_tiny_model, make_tiny_tokenizer
 from posttrain.core.models.source import check_source
 from posttrain.core.runtime.json_files import read_json_lines
 from posttrain.core.store.manifests import combine_digests, tree_digests
 from posttrain.core.tracking.mlflow_store import prepare_database
 from posttrain.pipelines.cli.main import app
+from posttrain.pipelines.run.checks import resolve_configs
 from tests.helpers.plugins import MANAGER
 
 RL: dict[str, Any] = {  # Any: nested YAML values
@@ -389,3 +393,65 @@ def test_layers_are_checked_of_a_model_that_the_run_converts_first(
     stage = {"kind": "sft", "inputs": {"model": "base"}, "lora": {"targets": ["q_proj", target]}}
     code, output = validate(tmp_path, {"task": "arithmetic", "stages": {"sft": stage}})
     assert code == 2 and "stages.sft.lora" in output and "q_proj" in output
+
+
+@pytest.mark.parametrize(
+    ("place", "says"),
+    [
+        ({"rl": {"environment": {"name": "tools", "tools": [{"name": {"a": 1}}]}}}, "tools.0.name"),
+        ({"task": {"name": "mixture", "tasks": ["digits", {"name": [1]}]}}, "task.tasks.1.name"),
+        ({"task": {"name": "mixture", "tasks": ["digits", 3]}}, "task.tasks.1: must be a plugin"),
+        ({"task": {"name": "mixture", "tasks": ["digits", "arithmetic"]}}, ""),
+        (
+            {"task": {"name": "rows", "path": "~nosuchuser/a"}},
+            "this machine has no user 'nosuchuser'",
+        ),
+        ({"plugin_files": {"a": "~nosuchuser/a.py"}}, "a name that no user of this machine has"),
+        ({"rl": {"ptx": {"path": "x" * 5000}, "policy_loss": ["ptx"]}}, "no file can have a name"),
+    ],
+)
+def test_parts_of_plugins_and_paths_that_are_none_are_named(
+    tmp_path: Path, place: dict[str, Any], says: str
+) -> None:
+    config = {**RL, "stages": {"rl": {**RL["stages"]["rl"], **place.get("rl", {})}}}
+    code, output = validate(tmp_path, {**config, **{k: v for k, v in place.items() if k != "rl"}})
+    assert (code == 0) == (not says), output
+    assert says in output and "unexpected" not in output and len(output) < 1500
+
+
+def test_a_home_of_nobody_is_refused_in_a_sentence() -> None:
+    result = CliRunner().invoke(app, ["doctor", "--home", "~nosuchuser/x"])
+    assert result.exit_code == 2
+    assert "a path begins with '~' and a name that no user" in result.output
+
+
+PLACES: dict[str, str] = {  # of the config, of plugins of each kind
+    "task": "task",
+    "reward": "stages.rl.rewards",
+    "sampler": "stages.rl.sampler",
+    "advantage": "stages.rl.advantage",
+    "policy_loss": "stages.rl.policy_loss",
+    "environment": "stages.rl.environment",
+    "distillation_loss": "stages.rl.distillation",
+    "optimizer": "stages.rl.optimizer",
+    "kl_controller": "stages.rl.kl.controller",
+    "rollout_correction": "stages.rl.rollout_correction.plugin",
+    "rollout_engine": "engine",
+    "renderer": "model.renderer",
+}
+
+
+def test_no_field_of_a_plugin_takes_what_ends_in_a_traceback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(plugin_manager, "PluginManager", lambda: MANAGER)  # loaded once
+    values = (None, "", -1, "..", [], {}, [None], [{"name": {"a": 1}}], {"a": {"b": [1]}}, ["a"])
+    tried = 0
+    for entry in MANAGER.entries():
+        place = PLACES.get(entry.kind)
+        for field, value in product(entry.cls.Config.model_fields, values if place else ()):
+            component = json.dumps({"name": entry.name, field: value})
+            tried += 1
+            with contextlib.suppress(PosttrainError):  # anything else is a fault
+                resolve_configs([RL], [f"{place}={component}"])
+    assert tried > 2000

@@ -110,6 +110,33 @@ def test_a_bad_stage_is_told_without_words_of_the_validator(
     assert not any(word in reported for word in ("Input", "discriminator", "Tuple"))
 
 
+@pytest.mark.parametrize(
+    ("targets", "reported"),
+    [
+        ("[3, q_proj]", "targets.0: must be a valid string (got 3)"),
+        ("{a: 1}", "targets.0: must be a valid string (got {'a': 1})"),
+        ("[]", "targets: must have at least 1 item(s), got []"),
+    ],
+)
+def test_a_value_of_two_forms_has_one_problem(targets: str, reported: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    lora = f"sft: {{kind: sft, inputs: {{model: base}}, lora: {{targets: {targets}}}}}"
+    path.write_text(f"task: arithmetic\nstages:\n  {lora}\n")
+    with pytest.raises(ConfigError) as error:
+        load_config([path])
+    assert str(error.value) == f"{path}:3: stages.sft.lora.{reported}"
+
+
+def test_the_ends_of_a_range_are_told_without_words_of_the_validator(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    space = "variants: {search: {space: {stages.rl.steps: {low: .inf, high: 2}}}}"
+    path.write_text(f"{space}\nstages: {{rl: {{kind: rl, inputs: {{model: base}}}}}}\n")
+    with pytest.raises(ConfigError) as error:
+        load_config([path])
+    place = f"{path}:1: variants.search.space.stages.rl.steps.low"
+    assert str(error.value) == f"{place}: must be a finite number (got inf)"
+
+
 def test_a_stage_name_with_capitals_is_told_by_name(tmp_path: Path) -> None:
     reported = message(write(tmp_path, GOOD + "  Bad: {kind: sft}\n"))
     assert ":9: stages.Bad: a stage name must be lower-case letters" in reported

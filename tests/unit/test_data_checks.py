@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -187,3 +189,25 @@ def test_validate_shows_what_it_found(model: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "note: stages.sft: stage 'make' makes its data" in result.output
     assert "warning: stages.see: 4 of 4 held-out prompts" in result.output
+
+
+def test_validate_says_nothing_but_its_own_lines(model: Path, tmp_path: Path) -> None:
+    """No bars of libraries while it loads the model, no notes of theirs about long rows."""
+    long = {"prompt": "Say yes.", "completion": "yes " * 600}
+    rows = [*({"prompt": f"Say {i}.", "completion": str(i)} for i in range(8)), long]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    path = tmp_path / "a.yaml"
+    path.write_text(
+        f"model: {{source: {model}, dtype: float32}}\n"
+        "stages: {sft: {kind: sft, inputs: {model: base}, data: rows.jsonl}}\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "posttrain.pipelines.cli", "validate", str(path)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "1 of 9 rows of rows.jsonl" in done.stdout + done.stderr
+    assert "%|" not in done.stderr and "transformers" not in done.stderr, done.stderr

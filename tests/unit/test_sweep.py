@@ -357,6 +357,26 @@ def test_trials_of_another_space_are_not_of_this_search() -> None:
     assert not is_in({"a.b": 2}, section)
 
 
+@pytest.mark.parametrize(
+    ("space", "reported"),
+    [
+        ({"stages.rl.stepz": [1]}, "stepz cannot be 1: .*did you mean 'steps'"),
+        ({"stages.rl.steps": [1, {}]}, "steps cannot be {}: .*must be a valid integer"),
+        ({LEARNING_RATE: {"low": -1, "high": 1}}, "rate cannot be -1: .*greater than 0"),
+        ({LEARNING_RATE: {"low": 0.1, "high": 1e8}}, "rate cannot be 100000000.0: .*less than"),
+        ({"stages.rl.fork": ["x"]}, "fork cannot be 'x': .*a mapping"),
+    ],
+)
+def test_what_no_trial_can_have_is_refused(model: Path, space: Any, reported: str) -> None:
+    with pytest.raises(ConfigError, match=f"variants.search: stages.*{reported}"):
+        swept(model, {"search": {"space": space}})
+
+
+def test_settings_of_a_search_may_need_one_another(model: Path) -> None:
+    space = {"stages.rl.schedule": ["streaming"], "stages.rl.max_staleness": [1, 2]}
+    assert swept(model, {"search": {"space": space}}).base == "config"
+
+
 def test_a_search_without_optuna_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(ResourceError, match=r"pip install 'posttrain\[search\]'"):
