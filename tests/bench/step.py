@@ -67,16 +67,19 @@ from tests.bench.step_baton import Baton
 
 
 class InTurn:
-    """Waits before it samples."""
+    """Waits before it samples, but for the check of its log-probs when it starts."""
 
     baton = None
+    started = False
 
     def start(self, setup):
         super().start(replace(setup, stop_token_ids=()))
+        self.started = True
 
     def generate(self, prompts, params):
-        self.baton = self.baton or Baton()
-        self.baton.wait()
+        if self.started:
+            self.baton = self.baton or Baton()
+            self.baton.wait()
         return super().generate(prompts, params)
 
 
