@@ -150,7 +150,7 @@ def _wide(types: set[str]) -> frozenset[str]:
 
 
 def _referred(path: str, root: Mapping[str, Any]) -> Any:  # Any: JSON
-    """What `#/a/b` of the tool's parameters refers to; None if there is no such place."""
+    """The schema at a reference `#/a/b` in the tool's parameters; None if it does not exist."""
     found: Any = root
     for part in path.removeprefix("#").strip("/").split("/"):
         found = found.get(part) if isinstance(found, Mapping) else None

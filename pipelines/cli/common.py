@@ -54,7 +54,7 @@ def say_aside(text: str) -> None:
 _NO_ACCESS = {errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.EROFS, errno.ELOOP}
 _NO_ACCESS |= {errno.EEXIST}  # a file where a folder is to be made
 _NO_HOME = "Could not determine home directory"
-"""How `Path.expanduser` begins its error for `~NAME` where there is no such user."""
+"""The start of the error that `Path.expanduser` raises for `~NAME` of an unknown user."""
 EPILOG_CODES = (
     "Exit codes: 0 done, 1 failed, 2 bad config, 3 bad data, 4 missing resource, 5 waits for "
     "approval, 6 rejected."

@@ -367,7 +367,7 @@ class _Search:
         if given.startswith((".", "/", "~")) or given.count("/") != 1:
             runs = [path.parent.name for path in (home / "runs").glob("*/run.json")]
             raise ConfigError(
-                f"'{given}' names no model: there is no such folder"
+                f"'{given}' is not a known model: no folder has this name"
                 f"{nearest(given, _siblings(Path(given).expanduser()))}, and no run of {home} "
                 f"begins with it ({len(runs)} runs); expected {FORMS}"
             )

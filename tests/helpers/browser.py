@@ -23,7 +23,7 @@ def open_browser(width: int = 1500, height: int = 1000, *, ours: bool = True) ->
     """
     program = next((found for name in PROGRAMS if (found := shutil.which(name))), None)
     if program is None:
-        pytest.skip("there is no Chromium to show pages in: apt-get install chromium")
+        pytest.skip("Chromium is not installed: apt-get install chromium")
     from playwright.sync_api import sync_playwright
 
     failures: list[str] = []

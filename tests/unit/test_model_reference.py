@@ -72,7 +72,7 @@ def test_a_registered_model_is_found_by_alias_and_version(home: Path) -> None:
         (f"{RUN[:8]}/rl", ResourceError, "stage 'rl' .* is not done"),
         ("runs:/deadbeef", ConfigError, "no run 'deadbeef'"),
         ("deadbeef", ConfigError, "no run 'deadbeef'"),
-        ("./nothing", ConfigError, "names no model.*expected a folder, a hub's id"),
+        ("./nothing", ConfigError, "is not a known model.*expected a folder, a hub's id"),
         ("models:/sums", ConfigError, "expected models:/NAME@ALIAS"),
         ("runs:/not a run", ConfigError, "expected runs:/RUN"),
     ],
