@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +25,7 @@ from posttrain.core.config.positions import (
 )
 from posttrain.core.config.positions import where as mark_of
 from posttrain.core.config.schema import BUILT_IN, RunConfig, stage_classes
-from posttrain.core.errors import ConfigError, nearest, shortlist
+from posttrain.core.errors import ConfigError, PosttrainError, nearest, shortlist
 from posttrain.core.runtime.plugin_files import PluginFiles
 
 if TYPE_CHECKING:
@@ -33,6 +34,10 @@ if TYPE_CHECKING:
 SUFFIXES = (".yaml", ".yml")
 MAPPING = "the config"
 """Where a value stands that came from no file."""
+_SETTING = re.compile(rf"(?<![\w./-])(?:{'|'.join(RunConfig.model_fields)})(?:\.[\w-]+)+")
+"""A place in a configuration, in a sentence."""
+_PLACED = re.compile(rf"({OVERRIDE}|{MAPPING}: |\S+:\d+: )")
+"""How a sentence begins that says where the problem is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +58,25 @@ class LoadedConfig:
     def problem(self, loc: str | Loc, text: str) -> str:
         """A line about this place: `file.yaml:12: stages.rl.steps: TEXT`."""
         return f"{self.where(loc)}: {loc if isinstance(loc, str) else dotted(loc)}: {text}"
+
+    @contextmanager
+    def located(self) -> Iterator[None]:
+        """Errors of checks that name a setting without its place get the `file:line` in front."""
+        try:
+            yield
+        except PosttrainError as error:
+            text = str(error)
+            named = [] if _PLACED.match(text) else _SETTING.findall(text)
+            written = [place for place in named if self._holds(place)]
+            if not written:
+                raise
+            raise type(error)(f"{self.where(written[0])}: {text}") from error
+
+    def _holds(self, place: str) -> bool:
+        """Whether the section of a setting is written, so that its line helps."""
+        parts = _indexed(tuple(place.split(".")), self.raw)
+        shortest = 2 if parts[0] == "stages" else 1
+        return any(parts[:end] in self.marks for end in range(shortest, len(parts) + 1))
 
     def wrote(self, loc: Loc) -> bool:
         """Whether a file or `--set` holds exactly this place."""

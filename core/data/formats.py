@@ -24,6 +24,7 @@ from posttrain.core.data.messages import (
     tool_calls_from_json,
     tools_from_json,
 )
+from posttrain.core.data.rows import each_row
 from posttrain.core.errors import DataError
 from posttrain.core.runtime.json_files import JsonRow, NotJson, loads
 from posttrain.core.types import Message, ToolSchema
@@ -97,17 +98,20 @@ def recognise(row: JsonRow) -> Format:
 def examples(rows: Iterable[JsonRow]) -> Iterator[tuple[Format, Example]]:
     """Each row's example with the format, which must be the same in all rows."""
     first: tuple[str, Format] | None = None
-    for row in rows:
+
+    def read(row: JsonRow) -> tuple[Format, Example]:
+        nonlocal first
         form = recognise(row)
-        if first is None:
-            first = (row.where, form)
-        elif form is not first[1]:
+        first = first or (row.where, form)
+        if form is not first[1]:
             raise DataError(
                 f"{first[0]} is of the format {first[1].name} {first[1].shape} and {row.where} of "
                 f"the format {form.name} {form.shape}, expected one format in all rows: put them "
                 "into two files and list both in `data`"
             )
-        yield form, form.read(row)
+        return form, form.read(row)
+
+    return each_row(rows, read)
 
 
 # --- readers -------------------------------------------------------------------------------------

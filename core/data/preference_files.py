@@ -41,7 +41,7 @@ from posttrain.core.data.preference_cells import (
     shared_turns,
     tools_of,
 )
-from posttrain.core.data.rows import data_rows
+from posttrain.core.data.rows import data_rows, each_row
 from posttrain.core.errors import DataError
 from posttrain.core.runtime.json_files import JsonRow
 
@@ -108,24 +108,27 @@ def read_preference_rows(
     Raises `DataError` that names file and row, and the first two rows that differ in form.
     """
     wanted = " or ".join(EXAMPLES[kind] for kind in kinds)
-    first: JsonRow | None = None
-    found: Form | None = None
-    reader: _Reader | None = None
-    for line in data_rows(str(source), setting):
+    first: tuple[JsonRow, Form, _Reader] | None = None
+
+    def read(line: JsonRow) -> None:
+        nonlocal first
         form = form_of(line, wanted)
-        if first is None or found is None or reader is None:
-            first, found = line, form
+        if first is None:
             if form.kind not in kinds:
                 raise DataError(
                     f"{line.where} has the fields {sorted(line.values)}, expected {wanted}: rename "
                     "the fields or give another file"
                 )
-            reader = _Reader(form, pairing)
-        elif form != found:
+            first = (line, form, _Reader(form, pairing))
+        elif form != first[1]:
             _Reader(form, pairing).read(line)  # an error of the row itself says more
-            raise DataError(_differ(first, found, line, form))
-        reader.read(line)
-    assert found is not None and reader is not None, "a file without rows is refused"
+            raise DataError(_differ(first[0], first[1], line, form))
+        first[2].read(line)
+
+    for _ in each_row(data_rows(str(source), setting), read):
+        pass
+    assert first is not None, "a file without rows is refused"
+    _, found, reader = first
     rows = reader.finish()
     if not rows:
         raise DataError(

@@ -17,6 +17,7 @@ from pydantic import Field, field_validator
 from posttrain.core.contracts import PluginConfig, Task
 from posttrain.core.data.messages import chat_text, messages_from_json, short, tools_from_json
 from posttrain.core.data.problem_sets import problems_digest
+from posttrain.core.data.rows import each_row
 from posttrain.core.data.verifiers import (
     DEFAULT,
     MATCHES,
@@ -200,7 +201,9 @@ class RowTask(Task[RowConfigT]):
     def _read(self, given: Iterable[JsonRow]) -> Found:
         rows: Found = {}
         first: tuple[str, Layout] | None = None
-        for row in given:
+
+        def read(row: JsonRow) -> None:
+            nonlocal first
             layout = self.config.layout(row.values)
             # An error of the row itself says more than that it differs from others.
             problem = problem_of(row, self.config, layout)
@@ -218,6 +221,9 @@ class RowTask(Task[RowConfigT]):
                     f"{known[1]} and {row.where} give one prompt the answers {known[0].answer!r} "
                     f"and {problem.answer!r}, expected one answer: remove one of the lines"
                 )
+
+        for _ in each_row(given, read):
+            pass
         return rows
 
     def rewritten(self, question: str, answer: str) -> Problem:

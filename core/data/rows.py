@@ -9,11 +9,13 @@ from __future__ import annotations
 import csv
 import hashlib
 import io
+import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from posttrain.core.data.tables import (
     HubSource,
@@ -38,7 +40,10 @@ EXAMPLE = '{"messages": [{"role": "user", "content": ...}, {"role": "assistant",
 HUB = "hub:"
 HUB_FORM = "hub:owner/name[/subset][@revision][#split]"
 FIX = "download its files, and give their path"
+MOST_COUNTED = 10_000
+"""Rows after a refused one that are read to count those that are refused as well."""
 Reader = Callable[[Path, str], Iterator[JsonRow]]
+T = TypeVar("T")
 
 
 def is_hub(source: str) -> bool:
@@ -62,6 +67,37 @@ def data_rows(source: str, setting: str) -> Iterator[JsonRow]:
                 _check_same(names, file, list(row.values))
                 names = names or (file, list(row.values))
             yield row
+
+
+def each_row(rows: Iterable[JsonRow], read: Callable[[JsonRow], T]) -> Iterator[T]:
+    """What `read` makes of each row, up to the first that it refuses.
+
+    That row's `DataError` is raised, and says how many rows after it are refused as well.
+    """
+    left = iter(rows)
+    for row in left:
+        try:
+            made = read(row)
+        except DataError as error:
+            raise DataError(f"{error}{_refused_too(left, read)}") from error
+        yield made
+
+
+def _refused_too(rows: Iterator[JsonRow], read: Callable[[JsonRow], object]) -> str:
+    looked = refused = 0
+    try:
+        for row in itertools.islice(rows, MOST_COUNTED):
+            looked += 1
+            try:
+                read(row)
+            except DataError:
+                refused += 1
+    except DataError:  # the rest of the file cannot be read
+        refused += 1
+        looked += 1
+    if not refused:
+        return ""
+    return f" ({refused} of the {looked} rows after it are refused, too)"
 
 
 def data_files(source: str, setting: str) -> list[Path]:

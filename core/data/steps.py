@@ -5,10 +5,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from posttrain.core.data.lengths import LengthRule
 from posttrain.core.data.messages import messages_from_json
-from posttrain.core.data.rows import data_rows
+from posttrain.core.data.rows import data_rows, each_row
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import DataError
 from posttrain.core.math.splits import text_key
@@ -108,7 +109,7 @@ def read_labelled_steps(source: str, setting: str, separator: str) -> list[Label
 
     Raises `DataError` that names file, row and field.
     """
-    found = [_row(row, separator) for row in data_rows(source, setting)]
+    found = list(each_row(data_rows(source, setting), partial(_row, separator=separator)))
     if not found:
         raise DataError(f"{source} has no rows; expected rows like {EXAMPLE}")
     return found

@@ -59,11 +59,12 @@ def validated(resolved: ResolvedRun, manager: PluginManager, home: Path, store: 
     found = find_base(resolved.config.model, home, store)
     local = with_model(resolved, found.section)
     inputs = check_inputs(local, manager)
-    check_forks(resolved.config, home)
     check_free_disk(home, 0, resolved.config.limits.min_free_gb, "a run")
     from posttrain.pipelines.run.data_checks import check_texts  # it imports torch
 
-    texts = check_texts(local, manager, inputs.task, home / "models")
+    with resolved.loaded.located():
+        check_forks(resolved.config, home)
+        texts = check_texts(local, manager, inputs.task, home / "models")
     return Validation(
         config=resolved.config,
         order=tuple(resolved.order),

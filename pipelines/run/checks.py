@@ -73,7 +73,8 @@ def resolve_configs(
     for plugin in plugins:
         manager.add(plugin)
     resolved = resolve(loaded, manager)
-    notes = (*resolved.notes, *check_files(resolved, manager))
+    with loaded.located():
+        notes = (*resolved.notes, *check_files(resolved, manager))
     return replace(resolved, notes=notes), manager
 
 
@@ -93,6 +94,11 @@ def check_inputs(resolved: ResolvedRun, manager: PluginManager) -> Inputs:
     Raises `ResourceError` for a model directory without weights, an engine that cannot run here or
     a package that an optimizer needs, and `DataError` for missing, empty or malformed data.
     """
+    with resolved.loaded.located():
+        return _check_inputs(resolved, manager)
+
+
+def _check_inputs(resolved: ResolvedRun, manager: PluginManager) -> Inputs:
     from posttrain.core.config.base import NO_TASK
     from posttrain.core.contracts import RolloutEngine
     from posttrain.core.models.device import ModelRuntime
