@@ -291,4 +291,17 @@ def _parsed(text: str, *, anything: bool = False) -> list[Any]:  # Any: SymPy's 
     if anything:
         targets = [LatexExtractionConfig(boxed_match_priority=-1), ExprExtractionConfig()]
     found: list[Any] = parse(text, targets, fallback_mode="no_fallback", parsing_timeout=None)
-    return found
+    return [_with_imaginary_unit(one) for one in found]
+
+
+def _with_imaginary_unit(found: Any) -> Any:  # Any: SymPy's expressions, or text
+    """What was read with the number `i` for the letter, which math-verify takes for an unknown."""
+    import sympy
+
+    if not isinstance(found, sympy.Basic | sympy.MatrixBase):
+        return found
+    letters = [symbol for symbol in found.free_symbols if symbol.name == "i"]
+    try:
+        return found.subs(dict.fromkeys(letters, sympy.I)) if letters else found
+    except TypeError:  # an inequality: there it is a letter
+        return found

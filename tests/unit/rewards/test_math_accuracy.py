@@ -100,6 +100,19 @@ def test_an_answer_of_72_is_read_however_it_is_written(graded: Grade, text: str)
         ("\\infty", "\\infty"),
         ("blue", "Blue"),
         ("Yes", "yes."),
+        ("-1", "e^{i\\pi}"),
+        ("-1", "\\mathrm{i}^2"),
+        ("3+4i", "4i + 3"),
+        ("\\frac{1+i}{2}", "0.5 + 0.5i"),
+        ("2i", "\\sqrt{-4}"),
+        ("-i", "\\frac{1}{i}"),
+        ("\\{i, -i\\}", "-i, i"),
+        ("e^{i\\pi/3}", "\\frac{1}{2} + \\frac{\\sqrt{3}}{2}i"),
+        (
+            "\\begin{pmatrix} i & 0 \\\\ 0 & i^2 \\end{pmatrix}",
+            "\\begin{pmatrix} i & 0 \\\\ 0 & -1 \\end{pmatrix}",
+        ),
+        ("2 < i", "i > 2"),
     ],
 )
 def test_equal_answers_are_equal_after_a_marker_and_in_a_box(
@@ -127,6 +140,8 @@ def test_equal_answers_are_equal_after_a_marker_and_in_a_box(
         ("1/3", "#### 0.333", "read 0.333000000000000"),
         ("(1,2)", "\\boxed{(2,1)}", "read (2,1)"),
         ("Yes", "#### No", "read no"),
+        ("1-2i", "#### 1+2i", "read 1 + 2*I"),
+        ("e^{i\\pi}", "#### 1", "read 1"),
     ],
 )
 def test_a_wrong_or_missing_answer_is_0_and_says_what_was_read(
