@@ -349,8 +349,8 @@ class LoraSection(Section):
     )
     targets: Literal["all"] | Annotated[tuple[str, ...], Field(min_length=1)] = Field(
         default="all",
-        description="names of linear layers, as q_proj; all = every one but the output layer, "
-        "refused where a model has its experts in fused tensors, which no adapter reaches",
+        description="names of linear layers and of fused experts' weights, as q_proj or "
+        "gate_up_proj; all = every one but the output layer",
     )
 
 

@@ -3,6 +3,9 @@
 A layer computes x W' + (alpha / rank) x A' B', with A drawn and B zero, so that the first forward
 pass is the model's own. The factors are parameters of the model like others; what else is trained
 (the head of a reward model or critic) stays trainable as a whole.
+
+Experts of a mixture whose weights are fused into one tensor [experts, out, in] have factors of each
+expert, which peft keeps side by side: A [rank * experts, in] and B [out, rank * experts].
 """
 
 from __future__ import annotations
@@ -11,10 +14,9 @@ import copy
 import json
 import logging
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -31,14 +33,21 @@ if TYPE_CHECKING:  # plugins are listed without loading transformers
 logger = logging.getLogger(__name__)
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
+WRAPPED = ".base_layer"
+"""What peft adds to the name of a layer that it wraps, once for each of a layer's weights."""
 
 
 def check_adapter(
-    folder: Path, shapes: Mapping[str, Sequence[int]], max_rank: int | None = None
+    folder: Path,
+    shapes: Mapping[str, Sequence[int]],
+    max_rank: int | None = None,
+    *,
+    experts: bool = False,
 ) -> None:
     """Raise `RunError` unless `folder` holds a LoRA adapter for the weights of `shapes`.
 
-    Only pairs A [rank, in], B [out, rank] of weights [out, in] are taken, of `max_rank` at most.
+    Only pairs A [rank, in], B [out, rank] of weights [out, in] are taken, of `max_rank` at most;
+    with `experts` those of fused experts as well.
     """
     missing = [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]
     if missing:
@@ -53,6 +62,10 @@ def check_adapter(
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise RunError(f"the adapter at {folder} cannot be read: {error!r}") from error
     problem = f"it is a '{kind}', expected LORA" if kind != "LORA" else ""
+    if experts:
+        found = {
+            name: shape for name, shape in found.items() if not _of_experts(name, shape, shapes)
+        }
     problem = problem or _misfit(found, shapes, max_rank)
     if problem:
         raise RunError(f"the adapter at {folder} does not fit: {problem}")
@@ -81,6 +94,17 @@ def _misfit(
     return ""
 
 
+def _of_experts(name: str, shape: Sequence[int], shapes: Mapping[str, Sequence[int]]) -> bool:
+    """Whether a tensor has the shape of factors of fused experts in the layer that it names."""
+    layer = name.removeprefix(PREFIX).removesuffix(A).removesuffix(B).replace(WRAPPED, "")
+    rows, width = shape if name.endswith(A) else reversed(shape)
+    return any(
+        len(fused) == 3 and width in fused[1:] and rows % fused[0] == 0
+        for weight, fused in shapes.items()
+        if weight.rpartition(".")[0] == layer
+    )
+
+
 NAME = "default"  # peft's name of a model's only adapter
 
 
@@ -97,12 +121,13 @@ def add_adapter(model: PreTrainedModel, section: LoraSection, seed: int) -> None
     from peft import LoraConfig, inject_adapter_in_model
     from transformers.pytorch_utils import Conv1D
 
-    names = _targets(model, section.targets)
+    names, experts = _targets(model, section.targets)
     config = LoraConfig(
         r=section.rank,
         lora_alpha=section.alpha,  # type: ignore[arg-type]  # peft takes any number
         use_rslora=section.rank_stabilised,
         target_modules=names,
+        target_parameters=experts or None,
         fan_in_fan_out=any(isinstance(model.get_submodule(name), Conv1D) for name in names),
         lora_dropout=0.0,
         bias="none",
@@ -112,45 +137,99 @@ def add_adapter(model: PreTrainedModel, section: LoraSection, seed: int) -> None
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(parameter.requires_grad or not _in_backbone(model, name))
     draw = generator(seed, "lora")
-    for _, layer in _layers(model):
-        factor = layer.lora_A[NAME].weight
+    for adapted in adapted_weights(model):
+        factor = adapted.layer.lora_A[NAME].weight
         bound = 1 / math.sqrt(factor.shape[1])
         drawn = torch.empty(factor.shape).uniform_(-bound, bound, generator=draw)
         with torch.no_grad():
             factor.copy_(drawn)
 
 
+class AdaptedWeight(NamedTuple):
+    """A weight with factors next to it: its name in the plain model, and peft's layer.
+
+    `module` is the layer's name in the adapted model.
+    """
+
+    name: str
+    module: str
+    layer: Any  # Any: peft is not typed
+
+    @property
+    def owner(self) -> Any:
+        """The plain layer that has the weight."""
+        return self.layer.get_base_layer()
+
+    @property
+    def own_name(self) -> str:
+        return self.name.rpartition(".")[2]
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether it holds all experts of a layer."""
+        return hasattr(self.layer, "parameter_name")
+
+    def merged(self) -> Tensor:
+        """W + (alpha / rank) B A, added in float32."""
+        base = getattr(self.owner, self.own_name).detach()
+        wide = torch.float64 if base.dtype == torch.float64 else torch.float32
+        factors = (self.layer.lora_A, self.layer.lora_B)
+        a, b = (factor[NAME].weight.detach().to(wide) for factor in factors)
+        if base.dim() == 3:  # [experts, out, in], or [experts, in, out]
+            count = len(base)
+            a, b = a.view(count, -1, a.shape[1]), b.view(len(b), -1, count)
+            change = torch.einsum("ore,eri->eoi", b, a)
+            swapped = getattr(self.owner, "is_transposed", False)
+        else:
+            change, swapped = b @ a, self.layer.fan_in_fan_out
+        change = change.transpose(-1, -2) if swapped else change
+        merged: Tensor = base.to(wide) + change * self.layer.scaling[NAME]
+        return merged.to(base.dtype)
+
+
+def adapted_weights(model: torch.nn.Module) -> Iterator[AdaptedWeight]:
+    for module, layer in model.named_modules():
+        if hasattr(layer, "lora_A") and hasattr(layer, "base_layer"):
+            own = getattr(layer, "parameter_name", "weight")
+            yield AdaptedWeight(f"{module.replace(WRAPPED, '')}.{own}", module, layer)
+
+
 def is_adapted(model: torch.nn.Module) -> bool:
-    return any(True for _ in _layers(model))
+    return any(True for _ in adapted_weights(model))
 
 
-def is_transposed(model: torch.nn.Module) -> bool:
-    """Whether the adapted weights are kept as [in, out] (GPT-2), as no engine's adapters are."""
-    return any(layer.fan_in_fan_out for _, layer in _layers(model))
+def fits_engines(model: torch.nn.Module) -> bool:
+    """Whether engines have adapters for the adapted weights.
+
+    They have none for weights that are kept as [in, out] (GPT-2), nor for fused experts.
+    """
+    return not any(each.is_fused or each.layer.fan_in_fan_out for each in adapted_weights(model))
 
 
 def base_weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in model.state_dict().items():
         if ".lora_" not in name:
-            yield name.replace(".base_layer.", "."), tensor
+            yield name.replace(WRAPPED, ""), tensor
 
 
 def merged_weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The state dict of `model` with its adapter in the weights; one is made at a time."""
-    layers = dict(_layers(model))
+    adapted = {each.name: each for each in adapted_weights(model)}
     for name, tensor in base_weights(model):
-        layer = layers.get(name.removesuffix(".weight"))
-        yield name, tensor if layer is None else _merged(layer)
+        yield name, adapted[name].merged() if name in adapted else tensor
 
 
 @torch.no_grad()
 def merge_adapter(model: torch.nn.Module) -> None:
     """Make `model` a plain one again, with its adapter in the weights; a twin stays as it is."""
-    for name, layer in list(_layers(model)):
-        base = layer.base_layer
-        base.weight = torch.nn.Parameter(_merged(layer), requires_grad=False)
-        parent, _, own = name.rpartition(".")
-        setattr(model.get_submodule(parent), own, base)
+    found = list(adapted_weights(model))
+    for each in found:
+        merged = torch.nn.Parameter(each.merged(), requires_grad=False)
+        setattr(each.owner, each.own_name, merged)
+    for each in found:
+        if not each.module.endswith(WRAPPED):  # a layer inside another one of peft's goes with it
+            parent, _, own = each.module.rpartition(".")
+            setattr(model.get_submodule(parent), own, each.owner)
     model.__dict__.pop("peft_config", None)  # peft's mark of an adapted model
 
 
@@ -165,14 +244,19 @@ def save_adapter(
     from peft import LoraConfig
 
     folder.mkdir(parents=True, exist_ok=True)
-    layers = dict(_layers(model))
-    first = next(iter(layers.values()))
+    adapted = list(adapted_weights(model))
+    first = adapted[0].layer
     heads = _whole_heads(model)
+    kinds: dict[bool, set[str]] = {False: set(), True: set()}
+    for each in adapted:  # of experts `experts.down_proj`, else the layer's name
+        path = each.name.split(".")
+        kinds[each.is_fused].add(".".join(path[-2:]) if each.is_fused else path[-2])
     config = LoraConfig(
         r=first.r[NAME],
         lora_alpha=first.lora_alpha[NAME],
         use_rslora=bool(first.use_rslora[NAME]),
-        target_modules=sorted({name.rpartition(".")[2] for name in layers}),
+        target_modules=sorted(kinds[False]),
+        target_parameters=sorted(kinds[True]) or None,
         fan_in_fan_out=bool(first.fan_in_fan_out),
         lora_dropout=0.0,
         bias="none",
@@ -187,10 +271,10 @@ def save_adapter(
     values = {k: sorted(v) if isinstance(v, set) else v for k, v in stored.items()}
     (folder / CONFIG).write_text(json.dumps(values, indent=2, sort_keys=True), "utf-8")
     tensors = {f"{PREFIX}{name}": weight for name, weight in heads.items()}
-    for name, layer in layers.items():
-        for kind, factor in (("lora_A", layer.lora_A), ("lora_B", layer.lora_B)):
+    for each in adapted:
+        for kind, factor in ((A, each.layer.lora_A), (B, each.layer.lora_B)):
             weight = factor[NAME].weight.detach().cpu().contiguous()
-            tensors[f"{PREFIX}{name}.{kind}.weight"] = weight
+            tensors[f"{PREFIX}{each.module}{kind}"] = weight
     save_file(tensors, folder / WEIGHTS)
 
 
@@ -221,7 +305,8 @@ def merge_into(base: Path, adapter: Path, out: Path) -> None:
     model = auto.from_pretrained(
         base, dtype="auto", local_files_only=True, use_safetensors=True, trust_remote_code=False
     )
-    check_adapter(adapter, {name: weight.shape for name, weight in model.state_dict().items()})
+    shapes = {name: weight.shape for name, weight in model.state_dict().items()}
+    check_adapter(adapter, shapes, experts=True)
     adapted: Any = PeftModel.from_pretrained(  # Any: its methods are not typed
         model, adapter, trust_remote_code=False
     )
@@ -239,22 +324,6 @@ def _whole_heads(model: PreTrainedModel) -> dict[str, Tensor]:
         for name, parameter in model.named_parameters()
         if parameter.requires_grad and ".lora_" not in name and not _in_backbone(model, name)
     }
-
-
-def _layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:  # Any: peft is not typed
-    for name, module in model.named_modules():
-        if hasattr(module, "lora_A") and hasattr(module, "base_layer"):
-            yield name, module
-
-
-def _merged(layer: Any) -> Tensor:  # Any: as above
-    """W + (alpha / rank) B A, added in float32."""
-    base = layer.base_layer.weight.detach()
-    wide = torch.float64 if base.dtype == torch.float64 else torch.float32
-    a, b = (factor[NAME].weight.detach().to(wide) for factor in (layer.lora_A, layer.lora_B))
-    change = (b @ a) * layer.scaling[NAME]
-    merged: Tensor = base.to(wide) + (change.t() if layer.fan_in_fan_out else change)
-    return merged.to(base.dtype)
 
 
 def check_targets(folder: Path | None, section: LoraSection, place: str) -> None:
@@ -283,24 +352,29 @@ def check_targets(folder: Path | None, section: LoraSection, place: str) -> None
         raise ConfigError(f"{place}: {error}") from None
 
 
-def _targets(model: PreTrainedModel, wanted: Iterable[str] | str) -> list[str]:
-    """Full names of the linear layers of the backbone that `wanted` takes."""
+def _targets(model: PreTrainedModel, wanted: Iterable[str] | str) -> tuple[list[str], list[str]]:
+    """Full names of the backbone's linear layers, and of weights of fused experts, to be adapted.
+
+    `wanted` are the last parts of their names, or `all`.
+    """
     from transformers.pytorch_utils import Conv1D
 
     linear = [
         name
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear | Conv1D) and _in_backbone(model, name)
+        # A model's own kind of linear layer may return more than a product (Llama 4's router).
+        if not type(module).__module__.startswith("transformers.models.")
     ]
     if not linear:
         raise ConfigError(
             f"lora finds no linear layers in model type '{model.config.model_type}': train all "
             "weights with lora: null"
         )
+    experts = _fused_experts(model, linear)
     if wanted == "all":
-        _refuse_fused_experts(model, linear)
-        return linear
-    kinds = sorted({name.rpartition(".")[2] for name in linear})
+        return linear, experts
+    kinds = sorted({_kind(name) for name in (*linear, *experts)})
     unknown = sorted(set(wanted) - set(kinds))
     if unknown:
         raise ConfigError(
@@ -308,27 +382,29 @@ def _targets(model: PreTrainedModel, wanted: Iterable[str] | str) -> list[str]:
             f"'{model.config.model_type}' has no linear layers of: choose of {', '.join(kinds)}, "
             "or 'all'"
         )
-    return [name for name in linear if name.rpartition(".")[2] in set(wanted)]
+    chosen = set(wanted)
+    return (
+        [name for name in linear if _kind(name) in chosen],
+        [name for name in experts if _kind(name) in chosen],
+    )
 
 
-def _refuse_fused_experts(model: PreTrainedModel, linear: Sequence[str]) -> None:
-    """Raise `ConfigError` where `all` would leave experts out, whose weights are no layers."""
-    reached, fused = set(linear), set()
-    for owner, module in model.named_modules():
-        if owner in reached or not _in_backbone(model, owner):
-            continue
-        is_expert = "expert" in f"{owner}.{type(module).__name__}".lower()
-        for name, parameter in module.named_parameters(recurse=False):
-            if is_expert and parameter.dim() > 1:
-                fused.add(re.sub(r"\.\d+(?=\.)", ".*", f"{owner}.{name}"))
-    if fused:
-        kinds = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
-        raise ConfigError(
-            f"lora.targets: all cannot adapt the experts of model type '{model.config.model_type}' "
-            f"({', '.join(sorted(fused))}), whose weights are fused into one tensor: name the "
-            f"layers to adapt, of [{kinds}], which leaves the experts as they are, or train all "
-            "weights with lora: null"
-        )
+def _kind(name: str) -> str:
+    """What users call a layer or a weight: the last part of its name that says what it is."""
+    return name.removesuffix(".weight").rpartition(".")[2]
+
+
+def _fused_experts(model: PreTrainedModel, linear: Sequence[str]) -> list[str]:
+    """Full names of the weights that hold all experts of a layer: [experts, ...]."""
+    known = set(linear)
+    return [
+        f"{owner}.{name}"
+        for owner, module in model.named_modules()
+        if owner not in known and _in_backbone(model, owner)
+        if "expert" in f"{owner}.{type(module).__name__}".lower()
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.dim() == 3
+    ]
 
 
 def _in_backbone(model: PreTrainedModel, name: str) -> bool:

@@ -20,8 +20,8 @@ from posttrain.core.models.linear import When, can_pack, pack, widen
 from posttrain.core.models.lora import (
     base_weights,
     check_adapter,
+    fits_engines,
     is_adapted,
-    is_transposed,
     merged_weights,
     save_adapter,
 )
@@ -206,4 +206,4 @@ def weights_sent(
 def takes_adapter(engine: RolloutEngine[Any], model: PreTrainedModel) -> bool:
     """Whether an engine knows what an adapter is, and can take this one."""
     knows = type(engine).sync_adapter is not RolloutEngine.sync_adapter
-    return knows and not is_transposed(model)
+    return knows and fits_engines(model)

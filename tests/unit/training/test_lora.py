@@ -15,21 +15,26 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    AutoTokenizer,
     PreTrainedModel,
 )
 
 from posttrain.core.config.sections import LoraSection, ModelSection, OptimizerSection
-from posttrain.core.errors import ConfigError
+from posttrain.core.errors import ConfigError, RunError
 from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.models.device import ModelRuntime
 from posttrain.core.models.loading import load_policy, load_reward_model
 from posttrain.core.models.lora import (
     CONFIG,
+    adapted_weights,
     add_adapter,
     base_weights,
+    check_adapter,
+    fits_engines,
     frozen_twin,
     is_adapted,
     merge_adapter,
+    merge_into,
     merged_weights,
     save_adapter,
 )
@@ -242,24 +247,126 @@ MIXTURES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("family", MIXTURES)
-def test_all_layers_of_a_model_with_fused_experts_are_refused_not_left_out(family: str) -> None:
+def mixture(family: str, seed: int = 0) -> PreTrainedModel:
+    """A tiny float64 model with fused experts."""
     config = AutoConfig.for_model(family, **SMALL, **HEADS, **MIXTURES[family])
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(ConfigError, match="cannot adapt the experts.*name the layers") as refused:
-        add_adapter(model, LoraSection(), seed=0)
-    named = str(refused.value).partition("layers to adapt, of [")[2].partition("]")[0].split(", ")
-    assert not is_adapted(model)
-    # What the sentence offers works.
-    model = AutoModelForCausalLM.from_config(config)
-    add_adapter(model, LoraSection(targets=tuple(named)), seed=0)
-    assert is_adapted(model)
+    torch.manual_seed(seed)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        config,
+        dtype=torch.float64,
+        experts_implementation="eager",  # the grouped one has no float64
+    )
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def adapted_mixture(family: str, section: LoraSection = SECTION) -> PreTrainedModel:
+    model = mixture(family)
+    add_adapter(model, section, seed=1)
+    draw = torch.Generator().manual_seed(2)
+    for name, parameter in model.named_parameters():
+        if ".lora_B." in name:
+            drawn = torch.randn(parameter.shape, generator=draw, dtype=torch.float64)
+            parameter.data = 0.1 * drawn
+    return model
+
+
+def read_mixture(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, experts_implementation="eager"
+    )
+
+
+IDS = torch.arange(3, 15)[None]
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_factors_of_fused_experts_are_those_of_the_merged_weights(family: str) -> None:
+    """Of each expert with W' = W + s B A: dL/dB = s dL/dW' A' and dL/dA = s B' dL/dW'."""
+    model = adapted_mixture(family)
+    whole = mixture(family, seed=5)
+    whole.load_state_dict(dict(merged_weights(model)))
+    mine, wanted = (each(input_ids=IDS, labels=IDS).loss for each in (model, whole))
+    mine.backward()
+    wanted.backward()
+    assert float(mine.detach()) == pytest.approx(float(wanted.detach()), rel=1e-9)
+    gradients = {name: p.grad for name, p in whole.named_parameters()}
+    fused = [each for each in adapted_weights(model) if each.is_fused]
+    assert len(fused) == (4 if family == "jetmoe" else 2)
+    for each in fused:
+        gradient = gradients[each.name]
+        assert gradient is not None
+        if getattr(each.owner, "is_transposed", False):
+            gradient = gradient.transpose(1, 2)
+        a, b = each.layer.lora_A["default"].weight, each.layer.lora_B["default"].weight
+        for expert, of_weight in enumerate(gradient):
+            rows = slice(3 * expert, 3 * expert + 3)  # A has the experts one after another,
+            columns = slice(expert, None, len(gradient))  # and B has them in turn
+            for got, right in (
+                (b.grad[:, columns], 4 * of_weight @ a[rows].t()),
+                (a.grad[rows], 4 * b[:, columns].t() @ of_weight),
+            ):
+                assert (got - right).norm().item() <= 1e-9 * (1 + right.norm().item()), each.name
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_a_merged_mixture_is_a_plain_one_and_its_twin_stays(family: str) -> None:
+    model = mixture(family)
+    twin, plain_names = frozen_twin(model), set(model.state_dict())
+    before = twin(input_ids=IDS).logits
+    add_adapter(model, SECTION, seed=1)
+    assert torch.equal(model(input_ids=IDS).logits, before), "B is zero"
+    assert {name for name, _ in base_weights(model)} == plain_names
+    assert not fits_engines(model)
+    for name, parameter in model.named_parameters():
+        assert parameter.requires_grad == (".lora_" in name), name
+        if ".lora_B." in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    changed = model(input_ids=IDS).logits
+    assert (changed - before).abs().max() > 1e-3
+    merge_adapter(model)
+    assert not is_adapted(model) and set(model.state_dict()) == plain_names
+    torch.testing.assert_close(model(input_ids=IDS).logits, changed, rtol=1e-9, atol=1e-9)
+    assert torch.equal(twin(input_ids=IDS).logits, before)
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_peft_reads_the_adapter_of_a_mixture_and_it_merges(family: str, tmp_path: Path) -> None:
+    mixture(family).save_pretrained(tmp_path / "base")
+    model = adapted_mixture(family)
+    save_adapter(model, tmp_path / "adapter", str(tmp_path / "base"))
+    logits = model(input_ids=IDS).logits
+    base = read_mixture(tmp_path / "base")
+    read = PeftModel.from_pretrained(base, tmp_path / "adapter")
+    torch.testing.assert_close(read(input_ids=IDS).logits, logits, rtol=1e-6, atol=1e-6)
+    shapes = {name: tensor.shape for name, tensor in mixture(family).state_dict().items()}
+    with pytest.raises(RunError, match="does not fit"):
+        check_adapter(tmp_path / "adapter", shapes)
+    check_adapter(tmp_path / "adapter", shapes, experts=True)
+    halves = {name: (*shape[:-1], shape[-1] // 2) for name, shape in shapes.items()}
+    with pytest.raises(RunError, match="does not fit"):
+        check_adapter(tmp_path / "adapter", halves, experts=True)
+    tokenizer = AutoTokenizer.from_pretrained(make_tiny_model(tmp_path / "tiny"))
+    tokenizer.save_pretrained(tmp_path / "base")
+    merge_into(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
+    merged = read_mixture(tmp_path / "merged")
+    torch.testing.assert_close(merged(input_ids=IDS).logits, logits, rtol=1e-6, atol=1e-6)
+
+
+def test_layers_of_experts_can_be_named() -> None:
+    model = mixture("qwen3_moe")
+    add_adapter(model, LoraSection(targets=("gate_up_proj", "q_proj")), seed=0)
+    names = {each.name for each in adapted_weights(model)}
+    assert names == {
+        "model.layers.0.self_attn.q_proj.weight",
+        "model.layers.0.mlp.experts.gate_up_proj",
+    }
 
 
 @pytest.mark.parametrize(
     ("family", "targets", "wrong"),
-    [("mixtral", "all", "experts"), ("llama", ("c_attn",), "c_attn"), ("llama", "all", "")],
+    [("mixtral", "all", ""), ("llama", ("c_attn",), "c_attn"), ("llama", "all", "")],
 )
 def test_layers_are_checked_before_a_run_begins(
     family: str, targets: Any, wrong: str, tmp_path: Path
