@@ -123,13 +123,18 @@ _FORMS: tuple[Callable[[Sequence[Message]], list[Json]], ...] = (
 """Tool calls in the ways that templates want them, the first that is not refused is taken."""
 
 
-def takes_system_messages(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the template writes a system message; some refuse it, others leave it out."""
-    chat = [Message("system", MARK), Message("user", "Q")]
+def own_template(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    tools: Sequence[ToolSchema] = (),
+    *,
+    generation_prompt: bool,
+) -> str | None:
+    """What the model's own chat template writes; None without one, or if it refuses."""
     try:
-        return MARK in chat_text_of(tokenizer, chat, generation_prompt=True)
+        return chat_text_of(tokenizer, messages, tools, generation_prompt=generation_prompt)
     except DataError:
-        return False
+        return None
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> TurnEnd | None:
@@ -137,9 +142,8 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> TurnEnd | None:
     if tokenizer.chat_template is None:
         return None
     chat = [Message("user", "Q"), Message("assistant", MARK)]
-    try:
-        text = chat_text_of(tokenizer, chat, generation_prompt=False)
-    except DataError:
+    text = own_template(tokenizer, chat, generation_prompt=False)
+    if text is None:
         return None
     before, found, after = text.rpartition(MARK)
     special = special_tokens(tokenizer)

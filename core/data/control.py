@@ -134,10 +134,10 @@ class ControlTokens:
         positions = [place + moved[bisect_right(ends, place) - 1] for place in places]
         return Encoded(ids, tuple(made.offsets)), positions
 
-    def encode_plain(self, text: str) -> tuple[int, ...]:
-        """The tokens of text alone, none of which is a control token."""
-        (message,), _, back = self.protect([Message("user", text)], ())
-        return self.encode(message.content, back)[0].token_ids
+    def encode_content(self, message: Message, after: str = "") -> tuple[int, ...]:
+        """The tokens of a message's content alone, and of the format's text `after` it."""
+        (safe,), _, back = self.protect([message], ())
+        return self.encode(safe.content + after, back)[0].token_ids
 
     def _own(self, text: str, add_special_tokens: bool) -> Encoded:
         fast = self.tokenizer.is_fast

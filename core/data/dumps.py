@@ -93,7 +93,6 @@ def read_dump(path: Path, weights: Mapping[str, float] | None = None) -> Dump:
     weights = weights or {}
     for file in files:
         rows = list(_rows(file, format))
-        _check_fields(rows[0], format)
         columns = _reward_columns(rows, format)
         names |= dict.fromkeys(columns)
         for row in rows:
@@ -174,15 +173,6 @@ def _object(line: bytes, where: str) -> dict[str, Any]:  # Any: JSON
     return found
 
 
-def _check_fields(row: JsonRow, format: Format) -> None:
-    missing = [name for name in FIELDS[format] if name not in row.values]
-    if missing:
-        raise DataError(
-            f"{row.where} has no field '{missing[0]}', only {sorted(row.values)}: a dump of "
-            f"{format} has {_WRITES[format]}"
-        )
-
-
 def _reward_columns(rows: Sequence[JsonRow], format: Format) -> list[str]:
     """Columns of numbers that are not known to be something else; verl's score goes first."""
     names = dict.fromkeys(name for row in rows for name in row.values)
@@ -207,10 +197,13 @@ def _dump_row(
     counts: Counter[str],
 ) -> DumpRow:
     values, where = row.values, row.where
-    source, target = ("input", "output") if format == "verl" else ("prompt", "completion")
-    for name in (source, target, *((SCORE,) if format == "verl" else ())):
-        if name not in values:
-            _check_fields(row, format)
+    missing = [name for name in FIELDS[format] if name not in values]
+    if missing:
+        raise DataError(
+            f"{where} has no field '{missing[0]}', only {sorted(values)}: a dump of {format} has "
+            f"{_WRITES[format]}"
+        )
+    source, target = FIELDS[format][:2]
     prompt, messages = _prompt(values[source], f"{where}: {source}")
     rewards = {name: _number_of(values.get(name), f"{where}: {name}") for name in columns}
     if format == "verl":
@@ -258,7 +251,7 @@ def _step(value: object, file: Path, where: str, counts: Counter[str]) -> int:
 def _prompt(value: object, where: str) -> tuple[str, tuple[Message, ...]]:
     if isinstance(value, str):
         return value, ()
-    messages = messages_from_json(_plain(value), where)
+    messages = messages_from_json(value, where)
     return chat_text(messages), messages
 
 
@@ -266,17 +259,7 @@ def _response(value: object, where: str) -> str:
     """Text, or the contents of the messages of a conversational completion."""
     if isinstance(value, str):
         return value
-    return "\n".join(m.content for m in messages_from_json(_plain(value), where))
-
-
-def _plain(value: object) -> object:
-    """Messages of a table: columns that a message does not have are null there."""
-    if not isinstance(value, list):
-        return value
-    return [
-        {k: v for k, v in item.items() if v is not None} if isinstance(item, dict) else item
-        for item in value
-    ]
+    return "\n".join(m.content for m in messages_from_json(value, where))
 
 
 def _number_of(value: object, where: str) -> float | None:

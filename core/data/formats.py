@@ -258,8 +258,11 @@ def _text(where: str, values: Values, name: str) -> str:
     return value
 
 
-def parsed_cell(value: Any) -> Any:  # Any: a JSON value
-    """The value; a list of messages where it is the JSON text of one, as cells of CSV files are."""
+def parsed_cell(value: Any, by: tuple[str, ...] = ("role", "from")) -> Any:  # Any: a JSON value
+    """The value; a list of messages where it is the JSON text of one, as cells of CSV files are.
+
+    `by` are fields of which a message has one.
+    """
     if not isinstance(value, str) or not value.lstrip().startswith("["):
         return value
     try:
@@ -267,7 +270,7 @@ def parsed_cell(value: Any) -> Any:  # Any: a JSON value
     except NotJson:
         return value
     spoken = isinstance(found, list) and all(
-        isinstance(item, dict) and ("role" in item or "from" in item) for item in found
+        isinstance(item, dict) and not item.keys().isdisjoint(by) for item in found
     )
     return found if found and spoken else value
 

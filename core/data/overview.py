@@ -27,7 +27,6 @@ from posttrain.core.errors import DataError
 from posttrain.core.math.answers import is_number
 from posttrain.core.math.splits import text_key
 from posttrain.core.runtime.json_files import JsonRow
-from posttrain.core.types import Message, ToolSchema
 
 Purpose = Literal["sft", "rl", "preference"]
 Pieces = tuple[tuple[str, bool], ...]
@@ -47,19 +46,18 @@ MOST_PROBLEMS = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
-    """Messages with whether each is learned, or else a plain `text` that is learned.
+class Conversation(Example):
+    """An example with a `name`, where its row has several. Of prompts `answer` is their length."""
 
-    Messages before number `answer` are the prompt.
-    """
-
-    where: str
     name: str = ""
-    messages: tuple[Message, ...] = ()
-    learned: tuple[bool, ...] = ()
-    tools: tuple[ToolSchema, ...] = ()
-    text: str = ""
-    answer: int = 0
+
+    @property
+    def learned(self) -> tuple[bool, ...]:
+        """Whether each message is learned."""
+        return tuple(
+            number >= self.answer and message.role == "assistant" and message.train
+            for number, message in enumerate(self.messages)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +149,8 @@ def _prompts(config: RowConfig, row: JsonRow, source: str, why: str) -> Taken:
 
     def read(one: JsonRow) -> Look:
         problem = problem_of(one, config, layout)
-        learned = (False,) * len(problem.messages)
-        said = Conversation(one.where, "", problem.messages, learned, problem.tools)
+        messages = problem.messages
+        said = Conversation(one.where, messages, problem.tools, answer=len(messages))
         match = problem.metadata.get("match", config.match)
         return Look(one.where, (said,), problem.key, problem.answer, match)
 
@@ -162,19 +160,12 @@ def _prompts(config: RowConfig, row: JsonRow, source: str, why: str) -> Taken:
 
 def _example(form: Format, row: JsonRow) -> Look:
     example = form.read(row)
-    if example.text:
-        said = Conversation(row.where, text=example.text)
-        return Look(row.where, (said,), text_key(example.text))
-    learned = tuple(
-        message.role == "assistant" and message.train and number >= example.answer
-        for number, message in enumerate(example.messages)
-    )
-    if not any(learned):
-        raise DataError(f"{row.where} has no assistant message to learn from: it is left out")
     said = Conversation(
-        row.where, "", example.messages, learned, example.tools, answer=example.answer
+        example.where, example.messages, example.tools, example.text, example.answer
     )
-    return Look(row.where, (said,), text_key(chat_text(example.messages, example.tools)))
+    if not (said.text or any(said.learned)):
+        raise DataError(f"{row.where} has no assistant message to learn from: it is left out")
+    return Look(row.where, (said,), text_key(said.text or chat_text(said.messages, said.tools)))
 
 
 def _preference(form: Form, row: JsonRow) -> Look:
@@ -188,11 +179,7 @@ def _preference(form: Form, row: JsonRow) -> Look:
     made = []
     for name, answer in zip(names, found.answers, strict=True):
         said = (*found.prompt, *answer)
-        learned = tuple(
-            number >= first and message.role == "assistant" and message.train
-            for number, message in enumerate(said)
-        )
-        made.append(Conversation(row.where, name, said, learned, found.tools, answer=first))
+        made.append(Conversation(row.where, said, found.tools, answer=first, name=name))
     key = "\n\n".join((*names, *(chat_text(side.messages, side.tools) for side in made)))
     return Look(row.where, tuple(made), text_key(key))
 
@@ -328,8 +315,7 @@ def encoded_of(said: Conversation, tokenizer: ChatTokenizer, purpose: Purpose) -
         ids, (answer,) = encode_row(row, tokenizer)
         learned = answer.learned or (True,) * len(answer.token_ids)
         return (*ids, *answer.token_ids), (*(False,) * len(ids), *learned)
-    example = Example(said.where, messages, said.tools, said.text, first)
-    encoded = encode_example(tokenizer, example, "assistant")
+    encoded = encode_example(tokenizer, said, "assistant")
     if encoded is None:
         return (), ()
     own = encoded.learned or (True,) * len(encoded.response)

@@ -1,12 +1,9 @@
-"""Preference pairs and labelled answers as token ids.
-
-The form is that of GSM8K's example_model_solutions.jsonl: `question`, and for each model a field
-`{"is_correct": true, "solution": ...}`. Importing this module needs no torch.
-"""
+"""Preference pairs and labelled answers as token ids, and pairs of solutions that were marked."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
@@ -25,6 +22,7 @@ if TYPE_CHECKING:
 
 
 EXAMPLE = '{"question": ..., "<model>": {"is_correct": true, "solution": ...}}'
+"""A line of GSM8K's example_model_solutions.jsonl, which has a field for each model."""
 
 
 class MarkedSolution(NamedTuple):
@@ -88,12 +86,12 @@ def marked_pairs(
 
 def _diagonal(right: list[str], wrong: list[str], count: int) -> Iterator[tuple[str, str]]:
     """Up to `count` different (right, wrong) combinations, no solution again before its turn."""
-    combinations = [
-        (right[i], wrong[(i + shift) % len(wrong)])
+    combinations = (
+        (solution, wrong[(i + shift) % len(wrong)])
         for shift in range(len(wrong))
-        for i in range(len(right))
-    ]
-    yield from combinations[:count]
+        for i, solution in enumerate(right)
+    )
+    return itertools.islice(combinations, count)
 
 
 Learned = tuple[bool, ...]
@@ -304,11 +302,9 @@ def make_pairs(
     distinct = dict(answers)
     right = [ids for ids, correct in distinct.items() if correct]
     wrong = [ids for ids, correct in distinct.items() if not correct]
-    if not right or not wrong:
-        return []
     return [
         Pair(key, tuple(prompt_ids), chosen, rejected)
-        for chosen, rejected in _balanced(max_pairs, right, wrong)
+        for chosen, rejected in _balanced(right, wrong)[:max_pairs]
     ]
 
 
@@ -332,21 +328,11 @@ def scored_pairs(
     return pairs
 
 
-def _balanced(count: int, right: Sequence[Ids], wrong: Sequence[Ids]) -> Iterator[tuple[Ids, Ids]]:
-    """Up to `count` (right, wrong) combinations that reuse each answer as evenly as possible."""
-    limit = min(count, len(right) * len(wrong))
-    seen: set[tuple[Ids, Ids]] = set()
-    for chosen, rejected in zip(itertools.cycle(right), itertools.cycle(wrong), strict=False):
-        if len(seen) >= limit:
-            return
-        if (chosen, rejected) in seen:  # both cycles came round: walk the rest in order
-            for pair in itertools.product(right, wrong):
-                if len(seen) < limit and pair not in seen:
-                    seen.add(pair)
-                    yield pair
-            return
-        seen.add((chosen, rejected))
-        yield chosen, rejected
+def _balanced(right: Sequence[Ids], wrong: Sequence[Ids]) -> list[tuple[Ids, Ids]]:
+    """All (right, wrong) combinations, of which the first reuse answers as evenly as possible."""
+    around = range(math.lcm(len(right), len(wrong)))  # both in turn, until the first pair comes
+    in_turn = [(right[i % len(right)], wrong[i % len(wrong)]) for i in around]
+    return list(dict.fromkeys([*in_turn, *itertools.product(right, wrong)]))
 
 
 def as_labelled(pairs: Sequence[Pair]) -> list[LabelledAnswer]:

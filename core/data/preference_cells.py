@@ -71,10 +71,7 @@ def _split(line: JsonRow) -> tuple[tuple[Message, ...], tuple[Answer, Answer]]:
     chosen, rejected = (chat_of(line.values[n], n, where) for n in ("chosen", "rejected"))
     shared = shared_turns(chosen, rejected)
     if not shared:
-        raise DataError(
-            f"{where} has no 'prompt', and 'chosen' and 'rejected' begin differently, so none can "
-            "be read from them: add 'prompt'"
-        )
+        raise _no_prompt(where)
     for name, chat in (("chosen", chosen), ("rejected", rejected)):
         if shared >= len(chat) or chat[shared].role != "assistant":
             role = chat[shared].role if shared < len(chat) else "none"
@@ -88,6 +85,13 @@ def _split(line: JsonRow) -> tuple[tuple[Message, ...], tuple[Answer, Answer]]:
         checked_answer(rejected[shared:], "rejected", where),
     )
     return chosen[:shared], answers
+
+
+def _no_prompt(where: str) -> DataError:
+    return DataError(
+        f"{where} has no 'prompt', and 'chosen' and 'rejected' begin differently, so none can be "
+        "read from them: add 'prompt'"
+    )
 
 
 def shared_turns(chosen: Sequence[Message], rejected: Sequence[Message]) -> int:
@@ -182,13 +186,10 @@ def checked_answer(answer: Answer, field: str, where: str) -> Answer:
 def chat_of(value: object, field: str, where: str) -> tuple[Message, ...]:
     """Messages in the form of chat APIs, or of ShareGPT (`from`, `value`)."""
     place = f"{where}: field '{field}'"
-    if any(isinstance(item, Mapping) and "from" in item for item in _items(value)):
+    items = value if isinstance(value, list | tuple) else ()
+    if any(isinstance(item, Mapping) and "from" in item for item in items):
         return conversation(value, place)
     return messages_from_json(value, place)
-
-
-def _items(value: object) -> Sequence[object]:
-    return value if isinstance(value, list | tuple) else ()
 
 
 def tools_of(line: JsonRow) -> tuple[ToolSchema, ...]:
@@ -216,10 +217,7 @@ def _shared_text(
     """The prompt that two texts begin with, up to a whole word, and what follows it in each."""
     text = _whole_words(os.path.commonprefix([chosen, rejected]), chosen, rejected).rstrip()
     if not text:
-        raise DataError(
-            f"{where} has no 'prompt', and 'chosen' and 'rejected' begin differently, so none can "
-            "be read from them: add 'prompt'"
-        )
+        raise _no_prompt(where)
     return (Message("user", text),), _after(text, chosen), _after(text, rejected)
 
 
@@ -232,9 +230,8 @@ def _after(prompt: str, text: str) -> str:
 def _whole_words(shared: str, *texts: str) -> str:
     """`shared`, which all `texts` begin with, without a word that it would cut in two."""
     following = [text[len(shared) : len(shared) + 1] for text in texts]
-    if all(character.isspace() for character in following):
-        return shared
-    if not shared or shared[-1].isspace():
+    ends_there = all(character.isspace() for character in following)
+    if ends_there or not shared or shared[-1].isspace():
         return shared
     return shared[: -len(shared.split()[-1])]
 

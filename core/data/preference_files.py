@@ -169,6 +169,10 @@ def form_of(line: JsonRow, wanted: str) -> Form:
     pair = names & {"chosen", "rejected"}
     single = "completion" in names
     prompt = next((name for name in PROMPTS if name in names), "")
+
+    def form(kind: Kind, name: str, *answers: object) -> Form:
+        return Form(kind, name, prompt, _style((*answers, values.get(prompt))))
+
     if len(pair) == 2 and not single:
         texts = [values["chosen"], values["rejected"]]
         whole = prompt == "prompt" and _is_dialogue(values[prompt])
@@ -176,22 +180,19 @@ def form_of(line: JsonRow, wanted: str) -> Form:
             whole or all(map(_is_dialogue, texts))
         ):
             return Form("pairs", "pairs of Human/Assistant dialogues", prompt, "text")
-        name = "pairs" if prompt else "pairs with an implicit prompt"
-        return Form("pairs", name, prompt, _style(texts, values.get(prompt)))
+        return form("pairs", "pairs" if prompt else "pairs with an implicit prompt", *texts)
     if prompt and {"response_1", "response_2", "preference_strength"} <= names:
-        texts = [values["response_1"], values["response_2"]]
-        return Form("pairs", "compared answers", prompt, _style(texts, values[prompt]))
+        return form("pairs", "compared answers", values["response_1"], values["response_2"])
     if prompt and not pair and any(isinstance(values.get(name), list | tuple) for name in LISTS):
-        return Form("pairs", "scored answers", prompt, _style([], values[prompt]))
+        return form("pairs", "scored answers")
     if "label" in line.values and not pair and (single or prompt == "messages"):
         whole = prompt == "messages" and not single
         name = "labelled conversations" if whole else "labelled answers"
-        return Form("labels", name, prompt, _style([values.get("completion")], values.get(prompt)))
+        return form("labels", name, values.get("completion"))
     if prompt and "response" in names and not pair and any(name in names for name in SCORES):
-        return Form("pairs", "rated answers", prompt, _style([values["response"]], values[prompt]))
+        return form("pairs", "rated answers", values["response"])
     if single and not pair:
-        texts = [values["completion"]]
-        return Form("completions", "completions", prompt, _style(texts, values.get(prompt)))
+        return form("completions", "completions", values["completion"])
     raise DataError(
         f"{line.where} has the fields {sorted(names)}, expected {wanted}: rename the fields or "
         "correct this line"
@@ -203,8 +204,8 @@ def _parsed(line: JsonRow) -> JsonRow:
     return JsonRow(line.where, {name: parsed_cell(cell) for name, cell in line.values.items()})
 
 
-def _style(answers: Iterable[object], prompt: object) -> str:
-    listed = [value for value in (*answers, prompt) if isinstance(value, list | tuple | Mapping)]
+def _style(cells: Iterable[object]) -> str:
+    listed = any(isinstance(cell, list | tuple | Mapping) for cell in cells)
     return "messages" if listed else "text"
 
 

@@ -12,7 +12,6 @@ from posttrain.core.types import Message, Problem, ToolCall
 
 Json = dict[str, Any]  # Any: JSON values
 
-
 FIELDS = frozenset({"key", "prompt", "answer", "worked", "metadata", "messages", "tools"})
 
 
@@ -42,10 +41,9 @@ def problem_from_json(value: Mapping[str, Any]) -> Problem:
     for name, text in texts.items():
         if not isinstance(text, str):
             raise TypeError(f"'{name}' of a problem is {text!r}, expected text")
-    known = FIELDS
     metadata = value.get("metadata", {})
-    if not isinstance(metadata, Mapping) or not value.keys() <= known:
-        raise TypeError(f"a problem has the fields {sorted(value)}, expected {sorted(known)}")
+    if not isinstance(metadata, Mapping) or not value.keys() <= FIELDS:
+        raise TypeError(f"a problem has the fields {sorted(value)}, expected {sorted(FIELDS)}")
     return Problem(
         **{name: str(text) for name, text in texts.items()},
         metadata={str(name): str(item) for name, item in metadata.items()},

@@ -15,6 +15,7 @@ from typing import Literal, TypeVar, cast
 from pydantic import Field, field_validator
 
 from posttrain.core.contracts import PluginConfig, Task
+from posttrain.core.data.formats import parsed_cell
 from posttrain.core.data.messages import chat_text, messages_from_json, short, tools_from_json
 from posttrain.core.data.problem_sets import problems_digest
 from posttrain.core.data.rows import each_row
@@ -106,7 +107,7 @@ class RowConfig(PluginConfig):
 
     def layout(self, values: Mapping[str, object]) -> Layout:
         """Where a row has its fields."""
-        prompt = _chat_in(lookup(values, self.prompt_field))
+        prompt = parsed_cell(lookup(values, self.prompt_field), by=("role",))
         answer = self.answer_field
         found = self.format
         if found == "auto":
@@ -375,18 +376,6 @@ def _place(where: str, field: str) -> str:
     return f"{where}, '{field}'"
 
 
-def _chat_in(value: object) -> object:
-    """The value; the messages if it is their JSON text, as cells of CSV files are."""
-    if not isinstance(value, str) or value.lstrip()[:1] != "[":
-        return value
-    try:
-        found = loads(value)
-    except NotJson:
-        return value
-    chat = isinstance(found, list) and all(isinstance(m, dict) and "role" in m for m in found)
-    return found if chat and found else value
-
-
 def _prompt(row: JsonRow, layout: Layout) -> tuple[Message, ...]:
     """The prompt as messages; text is one user message."""
     for name in MEDIA if layout.format != "plain" else ():
@@ -395,7 +384,7 @@ def _prompt(row: JsonRow, layout: Layout) -> tuple[Message, ...]:
                 f"{row.where} has '{name}', expected text only: choose rows without them, or "
                 "remove the column if the prompt does not need it"
             )
-    value = _chat_in(_found(row.values, layout.prompt, row.where))
+    value = parsed_cell(_found(row.values, layout.prompt, row.where), by=("role",))
     if not isinstance(value, list | tuple):
         return (Message("user", _text(row.values, layout.prompt, row.where, numbers=False)),)
     messages = messages_from_json(value, _place(row.where, layout.prompt))

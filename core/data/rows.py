@@ -202,18 +202,6 @@ def _check_same(first: tuple[Path, Sequence[str]] | None, file: Path, names: Seq
         )
 
 
-def _json_lines(file: Path, setting: str) -> Iterator[JsonRow]:
-    return stream_json_lines(file, setting, EXAMPLE)
-
-
-def _json(file: Path, setting: str) -> Iterator[JsonRow]:
-    return stream_json(file, setting, EXAMPLE)
-
-
-def _parquet(file: Path, setting: str) -> Iterator[JsonRow]:
-    return parquet_rows(file, None, setting)
-
-
 def _separated(file: Path, setting: str, separator: str) -> Iterator[JsonRow]:
     """Rows of CSV or TSV: the first line names the columns, every cell is text."""
     csv.field_size_limit(MAX_LINE)
@@ -269,22 +257,20 @@ def _check_header(file: Path, names: Sequence[str], separator: str) -> None:
         )
 
 
-_comma = partial(_separated, separator=",")
-_tab = partial(_separated, separator="\t")
-READERS: dict[str, Reader] = {
+_json_lines = partial(stream_json_lines, example=EXAMPLE)
+_TEXT: dict[str, Reader] = {
     ".jsonl": _json_lines,
     ".ndjson": _json_lines,
-    ".json": _json,
-    ".csv": _comma,
-    ".tsv": _tab,
-    ".parquet": _parquet,
+    ".json": partial(stream_json, example=EXAMPLE),
+    ".csv": partial(_separated, separator=","),
+    ".tsv": partial(_separated, separator="\t"),
+}
+READERS: dict[str, Reader] = {
+    **_TEXT,
+    ".parquet": lambda file, setting: parquet_rows(file, None, setting),
     ".arrow": arrow_rows,
     ".feather": arrow_rows,
-    ".jsonl.gz": _json_lines,
-    ".ndjson.gz": _json_lines,
-    ".json.gz": _json,
-    ".csv.gz": _comma,
-    ".tsv.gz": _tab,
+    **{f"{name}.gz": reader for name, reader in _TEXT.items()},
 }
 TABLES = frozenset({".csv", ".csv.gz", ".tsv", ".tsv.gz", ".parquet", ".arrow", ".feather"})
 PACKED = frozenset({".gz", ".zip", ".tar", ".tgz", ".bz2", ".xz", ".zst", ".7z"})

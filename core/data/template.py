@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
 from posttrain.core.contracts import PluginConfig, Rendered, Renderer
-from posttrain.core.data.chat import MARK, chat_text_of, takes_system_messages, turn_end
+from posttrain.core.data.chat import MARK, chat_text_of, own_template, turn_end
 from posttrain.core.data.control import ControlTokens
-from posttrain.core.data.tool_calls import parse_assistant, tool_call_form
+from posttrain.core.data.tool_calls import (
+    json_text,
+    parse_assistant,
+    tool_call_form,
+    write_tool_calls,
+)
 from posttrain.core.errors import DataError
 from posttrain.core.types import Message, ToolCall, ToolSchema
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-Json = dict[str, Any]  # Any: JSON values
 
 SPEAKING = re.compile("tool|python|think|call|args", re.IGNORECASE)
 """Names of special tokens that are a part of what the assistant says."""
@@ -75,13 +77,16 @@ class TemplateConfig(PluginConfig):
 class _Chat:
     """Messages as the template gets them, each with its place among those that were given.
 
-    Control tokens in their texts are placeholders; `back` says for what.
+    Control tokens in their texts are placeholders; `back` says for what. With a generation prompt
+    either the template writes it (`prompted`), or a last message of the assistant's `goes_on`.
     """
 
     messages: tuple[Message, ...]
     places: tuple[int, ...]
     tools: tuple[ToolSchema, ...]
     back: Mapping[str, str]
+    prompted: bool
+    goes_on: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +129,9 @@ class TemplateRenderer(Renderer[TemplateConfig]):
         generation_prompt: bool = False,
     ) -> Rendered:
         """The conversation as the template writes it, with the assistant's turns marked."""
-        chat = self._chat(messages, tools)
-        goes_on = generation_prompt and chat.messages[-1].role == "assistant"
-        text = self._whole(chat, generation_prompt=generation_prompt)
-        if self.has_template:
-            parts = self._parts(chat, text, goes_on=goes_on)
-        else:
-            parts = _lines(chat)
+        chat = self._chat(messages, tools, generation_prompt=generation_prompt)
+        text = self._whole(chat)
+        parts = self._parts(chat, text) if self.has_template else _lines(chat)
         places = [place for part in parts for place in (part.start, part.end)]
         made, moved = self.control.encode(
             text, chat.back, places, add_special_tokens=not self.has_template
@@ -151,9 +152,10 @@ class TemplateRenderer(Renderer[TemplateConfig]):
         self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()
     ) -> tuple[int, ...]:
         """As `render` with a generation prompt, without looking for the assistant's turns."""
-        chat = self._chat(messages, tools)
-        text = self._whole(chat, generation_prompt=True)
-        made, _ = self.control.encode(text, chat.back, add_special_tokens=not self.has_template)
+        chat = self._chat(messages, tools, generation_prompt=True)
+        made, _ = self.control.encode(
+            self._whole(chat), chat.back, add_special_tokens=not self.has_template
+        )
         return made.token_ids
 
     def extend(
@@ -218,20 +220,18 @@ class TemplateRenderer(Renderer[TemplateConfig]):
         own = [token for token in token_ids if token not in hidden]
         text = str(self.tokenizer.decode(own, skip_special_tokens=False))
         opened = (self._tail("user") or "").rstrip().endswith("<think>")
-        lead = self._lead
-        text = text[len(lead) :] if lead and text.startswith(lead) else text
-        return parse_assistant(text, self.form, opened=opened, tools=tools)
+        return parse_assistant(text.removeprefix(self._lead), self.form, opened=opened, tools=tools)
 
     @cached_property
     def _lead(self) -> str:
         """Blanks that the template writes between the generation prompt and a content."""
         chat = [Message("user", "Q"), Message("assistant", MARK)]
-        try:
-            text = self._text(chat, ()).partition(MARK)[0]
-            prompt = self._text(chat[:1], (), generation_prompt=True)
-        except DataError:
+        text = self._shown_text(chat)
+        prompt = self._shown_text(chat[:1], generation_prompt=True)
+        if text is None or prompt is None:
             return ""
-        lead = text[len(prompt) :] if self.has_template and text.startswith(prompt) else ""
+        before = text.partition(MARK)[0]
+        lead = before[len(prompt) :] if before.startswith(prompt) else ""
         return "" if lead.strip() else lead
 
     @cached_property
@@ -245,7 +245,13 @@ class TemplateRenderer(Renderer[TemplateConfig]):
 
     # --- messages as the template takes them ------------------------------------------------------
 
-    def _chat(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> _Chat:
+    def _chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema],
+        *,
+        generation_prompt: bool = False,
+    ) -> _Chat:
         if not messages:
             raise DataError("a conversation without messages: give at least one")
         plain, schemas, back = self.control.protect(messages, tools)
@@ -264,17 +270,24 @@ class TemplateRenderer(Renderer[TemplateConfig]):
             pairs = [
                 (i, _thought_first(m) if shown else replace(m, reasoning="")) for i, m in pairs
             ]
-        if self.has_template and pairs[0][1].role == "system" and not self._takes_system:
+        if self.has_template and pairs[0][1].role == "system" and not self.shows("system"):
             pairs = _without_system(pairs)
         places, made = zip(*pairs, strict=True)
-        return _Chat(made, places, tuple(schemas), back)
-
-    @cached_property
-    def _takes_system(self) -> bool:
-        return takes_system_messages(self.tokenizer)
+        is_own = made[-1].role == "assistant"
+        return _Chat(
+            made,
+            places,
+            tuple(schemas),
+            back,
+            prompted=generation_prompt and not is_own,
+            goes_on=generation_prompt and is_own,
+        )
 
     def shows(self, what: str) -> bool:
-        """Whether the template writes tools, calls, results of tools or reasoning."""
+        """Whether the template writes system messages, tools, calls, their results or reasoning.
+
+        Some templates refuse what they have no place for, others leave it out.
+        """
         if what not in self._shown:
             user, call = Message("user", "Q"), ToolCall("f", {"x": 1}, DUMMY_ID)
             schema = {
@@ -286,6 +299,7 @@ class TemplateRenderer(Renderer[TemplateConfig]):
                 },
             }
             chat = {
+                "system": [Message("system", MARK), user],
                 "tools": [user],
                 "calls": [user, Message("assistant", "", (replace(call, name=MARK),))],
                 "results": [
@@ -298,11 +312,9 @@ class TemplateRenderer(Renderer[TemplateConfig]):
             }[what]
             if what == "results" and not self.shows("calls"):
                 chat[1] = Message("assistant", "A")
-            try:
-                text = self._text(chat, [schema] if what == "tools" else [])
-            except DataError:
-                text = ""
-            self._shown[what] = self.has_template and MARK in text
+            tools = [schema] if what == "tools" else []
+            text = self._shown_text(chat, tools, generation_prompt=what == "system") or ""
+            self._shown[what] = MARK in text
         return self._shown[what]
 
     def _text(
@@ -314,14 +326,22 @@ class TemplateRenderer(Renderer[TemplateConfig]):
     ) -> str:
         return chat_text_of(self.tokenizer, messages, tools, generation_prompt=generation_prompt)
 
-    def _whole(self, chat: _Chat, *, generation_prompt: bool) -> str:
+    def _shown_text(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema] = (),
+        *,
+        generation_prompt: bool = False,
+    ) -> str | None:
+        """As `_text`; None where the template refuses the messages."""
+        return own_template(self.tokenizer, messages, tools, generation_prompt=generation_prompt)
+
+    def _whole(self, chat: _Chat) -> str:
         last = chat.messages[-1]
-        goes_on = generation_prompt and last.role == "assistant"
         if not self.has_template:
-            end = "\n" if generation_prompt and not goes_on else ""
-            return "\n".join(m.content for m in chat.messages) + end
-        if not goes_on:
-            return self._text(chat.messages, chat.tools, generation_prompt=generation_prompt)
+            return "\n".join(m.content for m in chat.messages) + ("\n" if chat.prompted else "")
+        if not chat.goes_on:
+            return self._text(chat.messages, chat.tools, generation_prompt=chat.prompted)
         if last.tool_calls:
             raise DataError(
                 "the last message is the assistant's and calls tools, so it cannot be continued: "
@@ -340,16 +360,16 @@ class TemplateRenderer(Renderer[TemplateConfig]):
 
     # --- where messages stand ---------------------------------------------------------------------
 
-    def _parts(self, chat: _Chat, text: str, *, goes_on: bool) -> list[_Part]:
+    def _parts(self, chat: _Chat, text: str) -> list[_Part]:
         """The places of assistants' turns and of other messages' contents in the rendered text."""
-        marks = self._marks(chat, text, goes_on=goes_on)
+        marks = self._marks(chat, text)
         turns = self._generation_turns(chat, text, marks)
         parts = [] if turns is None else turns
         for i, message in enumerate(chat.messages):
             if message.role != "assistant":
                 parts += _content(message, text, marks.get(i), chat.places[i])
             elif turns is None:
-                last = goes_on and i == len(chat.messages) - 1
+                last = chat.goes_on and i == len(chat.messages) - 1
                 start = self._start(chat, text, marks, i)
                 end = len(text) if last else self._end_of(chat, text, marks, i, start)
                 parts.append(_Part(start, end, chat.places[i], True))
@@ -359,36 +379,28 @@ class TemplateRenderer(Renderer[TemplateConfig]):
                 raise DataError(self._lost("the messages"))
         return parts
 
-    def _marks(self, chat: _Chat, text: str, *, goes_on: bool) -> dict[int, int]:
+    def _marks(self, chat: _Chat, text: str) -> dict[int, int]:
         """Where each message's content ends in `text`, without blanks that follow it.
 
         {} when the marks change what else the template writes. The mark of a message without
         content is at its last call's name, or at its reasoning.
         """
-        for fits in (_any_content, bool, str.strip):
-            if found := self._marks_where(fits, chat, text, goes_on=goes_on):
+        for fits in (lambda content: True, bool, str.strip):
+            if found := self._marks_where(fits, chat, text):
                 return found
         return {}
 
-    def _marks_where(
-        self, fits: Callable[[str], object], chat: _Chat, text: str, *, goes_on: bool
-    ) -> dict[int, int]:
+    def _marks_where(self, fits: Callable[[str], object], chat: _Chat, text: str) -> dict[int, int]:
         """As `_marks`, with marks in contents that fit: a template may test for empty ones."""
         base = _unused_mark(chat.messages)
         marks = [f"{base}{i}End" for i in range(len(chat.messages))]
         marked = [_marked(m, mark, fits) for m, mark in zip(chat.messages, marks, strict=True)]
-        if goes_on:
+        if chat.goes_on:
             marked[-1] = replace(chat.messages[-1], content=marks[-1])
-        last = chat.messages[-1].role
-        try:
-            found = self._text(
-                marked,
-                chat.tools,
-                generation_prompt=last != "assistant" and self._prompted(text, chat),
-            )
-        except DataError:
+        found = self._shown_text(marked, chat.tools, generation_prompt=chat.prompted)
+        if found is None:
             return {}
-        if goes_on:
+        if chat.goes_on:
             found = found[: found.rfind(marks[-1])] + chat.messages[-1].content + marks[-1]
         either = re.compile(rf"{base}(\d+)End")
         ends: dict[int, int] = {}
@@ -403,10 +415,6 @@ class TemplateRenderer(Renderer[TemplateConfig]):
             return {}
         return ends
 
-    def _prompted(self, text: str, chat: _Chat) -> bool:
-        """Whether `text` ends with a generation prompt."""
-        return text != self._text(chat.messages, chat.tools)
-
     def _start(self, chat: _Chat, text: str, marks: Mapping[int, int], i: int) -> int:
         """Where the assistant's message `i` begins: after the generation prompt."""
         before = marks.get(i - 1)
@@ -417,10 +425,7 @@ class TemplateRenderer(Renderer[TemplateConfig]):
                 if text.startswith(between, before):
                     return before + len(between)
         if i:
-            try:
-                prompt = self._text(chat.messages[:i], chat.tools, generation_prompt=True)
-            except DataError:
-                prompt = None
+            prompt = self._shown_text(chat.messages[:i], chat.tools, generation_prompt=True)
             if prompt is not None and text.startswith(prompt):
                 return len(prompt)
         message, end = chat.messages[i], marks.get(i)
@@ -477,7 +482,7 @@ class TemplateRenderer(Renderer[TemplateConfig]):
             self.tokenizer,
             chat.messages,
             chat.tools,
-            generation_prompt=chat.messages[-1].role != "assistant" and self._prompted(text, chat),
+            generation_prompt=chat.prompted,
             turns=found,
         )
         own = [i for i, m in enumerate(chat.messages) if m.role == "assistant"]
@@ -507,10 +512,7 @@ class TemplateRenderer(Renderer[TemplateConfig]):
                 "assistant": [user, Message("assistant", MARK)],
                 "tool": [user, call, Message("tool", MARK, name="f", tool_call_id=DUMMY_ID)],
             }
-            try:
-                text = self._text(chats[role], (), generation_prompt=True)
-            except DataError:
-                text = ""
+            text = self._shown_text(chats[role], generation_prompt=True) or ""
             _, found, after = text.rpartition(MARK)
             self._tails[role] = after if found else None
         return self._tails[role]
@@ -519,11 +521,10 @@ class TemplateRenderer(Renderer[TemplateConfig]):
     def _opening(self) -> str:
         """The generation prompt."""
         user = [Message("user", "Q")]
-        try:
-            bare, prompt = self._text(user, ()), self._text(user, (), generation_prompt=True)
-        except DataError:
+        bare, prompt = self._shown_text(user), self._shown_text(user, generation_prompt=True)
+        if bare is None or prompt is None or not prompt.startswith(bare):
             return ""
-        return prompt[len(bare) :] if prompt.startswith(bare) else ""
+        return prompt[len(bare) :]
 
     @cached_property
     def _end(self) -> str | None:
@@ -566,10 +567,6 @@ def _unused_mark(messages: Sequence[Message]) -> str:
     while mark in said:
         mark += "Too"
     return mark
-
-
-def _any_content(content: str) -> bool:
-    return True
 
 
 def _marked(message: Message, mark: str, fits: Callable[[str], object]) -> Message:
@@ -623,27 +620,15 @@ def _as_text(
     for place, message in pairs:
         if message.role == "tool":
             content = f"<tool_response>\n{message.content}\n</tool_response>"
-            before = made[-1][1] if made else None
-            if (
-                before is not None
-                and before.role == "user"
-                and pairs[made[-1][0]][1].role == "tool"
-            ):
-                made[-1] = (place, replace(before, content=f"{before.content}\n{content}"))
-            else:
-                made.append((place, Message("user", content)))
+            if place and pairs[place - 1][1].role == "tool":
+                content = f"{made.pop()[1].content}\n{content}"
+            made.append((place, Message("user", content)))
             continue
-        calls = [
-            "<tool_call>\n"
-            + json.dumps({"name": c.name, "arguments": dict(c.arguments)}, ensure_ascii=False)
-            + "\n</tool_call>"
-            for c in message.tool_calls
-        ]
-        said = "\n".join([*([message.content] if message.content else []), *calls])
+        calls = write_tool_calls(message.tool_calls, "hermes")
+        said = "\n".join(filter(None, (message.content, calls)))
         made.append((place, replace(message, content=said, tool_calls=())))
     if tools:
-        schemas = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-        text = TOOLS_AS_TEXT.format(schemas=schemas)
+        text = TOOLS_AS_TEXT.format(schemas="\n".join(map(json_text, tools)))
         if made[0][1].role == "system":
             place, system = made[0]
             made[0] = (place, replace(system, content=f"{system.content}\n\n{text}"))

@@ -138,16 +138,14 @@ class ChatTokenizer:
         """
         chat = self._chat(messages)
         made = self.renderer.render(chat, tools)
-        ids, sampled, last = list(made.token_ids), list(made.sampled), len(chat) - 1
-        owners = list(made.message)
+        ids, sampled, owners = list(made.token_ids), list(made.sampled), list(made.message)
+        last = len(chat) - 1
         if chat[-1].role == "assistant":
             own = [i for i, m, s in zip(ids, owners, sampled, strict=True) if s and m == last]
             if not own or own[-1] not in self.end_token_ids:
-                ids, sampled, owners = (
-                    [*ids, self.turn_end.token],
-                    [*sampled, True],
-                    [*owners, last],
-                )
+                ids.append(self.turn_end.token)
+                sampled.append(True)
+                owners.append(last)
         if len(chat) > len(messages):  # the run's system prompt is not among the messages
             owners = [max(owner - 1, -1) for owner in owners]
         return Rendered(tuple(ids), tuple(sampled), tuple(owners))
@@ -166,15 +164,14 @@ class ChatTokenizer:
             return self.encode_response(answer.content)
         made = self.encode_conversation([*prompt, answer], tools)
         rows = zip(made.token_ids, made.sampled, made.message, strict=True)
-        last = max((m for _, own, m in rows if own), default=-1)
-        rows = zip(made.token_ids, made.sampled, made.message, strict=True)
-        return tuple(token for token, own, message in rows if own and message == last)
+        said = [(token, message) for token, own, message in rows if own]
+        last = max((message for _, message in said), default=-1)
+        return tuple(token for token, message in said if message == last)
 
     def encode_response(self, text: str) -> tuple[int, ...]:
         """Token ids of a whole response with its end, as the chat template writes it."""
-        (said,), _, back = self.control.protect([Message("assistant", text)], ())
-        made, _ = self.control.encode(said.content + self.turn_end.text, back)
-        return (*made.token_ids, self.turn_end.token)
+        said = self.control.encode_content(Message("assistant", text), self.turn_end.text)
+        return (*said, self.turn_end.token)
 
     def parse_response(self, ids: Sequence[int], tools: Sequence[ToolSchema]) -> Message:
         """The assistant's message that sampled tokens write: text, reasoning and tool calls.
@@ -209,7 +206,7 @@ class ChatTokenizer:
         The piece is never joined to what stands before it, so that nobody's tokens change.
         """
         if not special:
-            return self.control.encode_plain(text)
+            return self.control.encode_content(Message("user", text))
         return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def decode_response(self, ids: Sequence[int]) -> str:
@@ -236,9 +233,14 @@ def pad_left(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
 def pad_right(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
     """Ids [B, T] and mask [B, T] (int64), real tokens at the left."""
     width = max(1, *map(len, rows))
-    ids = torch.tensor([list(row) + [pad] * (width - len(row)) for row in rows])
-    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
-    return ids, mask
+    return _filled(rows, width, pad), _filled([[1] * len(row) for row in rows], width, 0)
+
+
+def _filled(
+    rows: Sequence[Sequence[float]], width: int, value: float, dtype: torch.dtype = torch.int64
+) -> Tensor:
+    """Rows as [B, width], with `value` after what they have."""
+    return torch.tensor([[*row, *[value] * (width - len(row))] for row in rows], dtype=dtype)
 
 
 def response_batch(
@@ -268,11 +270,11 @@ def response_batch(
     num_rows = len(responses)
     prompt_ids, prompt_mask = pad_left(prompts, pad_token_id)
     response_ids, response_mask = pad_right(responses, pad_token_id)
-    logprobs = torch.full(response_ids.shape, float("nan"))
-    if response_logprobs is not None:
-        logprobs = torch.zeros(response_ids.shape)
-        for row, values in enumerate(response_logprobs):
-            logprobs[row, : len(values)] = torch.tensor(values, dtype=torch.float32)
+    width = response_ids.shape[1]
+    if response_logprobs is None:
+        logprobs = torch.full(response_ids.shape, torch.nan)
+    else:
+        logprobs = _filled(response_logprobs, width, 0.0, torch.float32)
     observed = torch.zeros_like(response_mask)
     for row, own in enumerate(sampled):
         kept = torch.tensor(own, dtype=torch.int64)
@@ -300,10 +302,7 @@ def response_batch(
         turns=tuple(turns),
     )
     if any(node_ids):
-        nodes = torch.full(response_ids.shape, -1, dtype=torch.int64)
-        for row, ids in enumerate(node_ids):
-            nodes[row, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
-        batch = batch.with_columns(node_id=nodes)
+        batch = batch.with_columns(node_id=_filled(node_ids, width, -1))
     if any(sampled):
         batch = batch.with_columns(obs_mask=observed)
     batch.validate()
@@ -378,16 +377,12 @@ def _with_turns(batch: RolloutBatch, rows: Sequence[tuple[int, Completion]]) -> 
     completions = [completion for _, completion in rows]
     width = max((len(c.turn_ends) for c in completions), default=0)
     if width:
-        ends = torch.full((len(rows), width), -1, dtype=torch.int64)
-        rewards = torch.full((len(rows), width), torch.nan)
-        keys = torch.zeros((len(rows), width), dtype=torch.int64)
-        for row, c in enumerate(completions):
-            count = len(c.turn_ends)
-            ends[row, :count] = torch.tensor(c.turn_ends)
-            given = [torch.nan if r is None else float(r) for r in c.turn_rewards]
-            rewards[row, : len(given)] = torch.tensor(given)
-            keys[row, : len(c.state_keys)] = torch.tensor(c.state_keys)
-        batch = batch.with_columns(turn_end=ends, turn_reward=rewards, state_key=keys)
+        rewards = [[torch.nan if r is None else r for r in c.turn_rewards] for c in completions]
+        batch = batch.with_columns(
+            turn_end=_filled([c.turn_ends for c in completions], width, -1),
+            turn_reward=_filled(rewards, width, torch.nan, torch.float32),
+            state_key=_filled([c.state_keys for c in completions], width, 0),
+        )
     if any(c.episode >= 0 for c in completions):
         numbers: dict[tuple[int, int, int], int] = {}
         ids = [

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 from posttrain.core.contracts import ConfigT, Rendered, Renderer
 from posttrain.core.data.control import ControlTokens
-from posttrain.core.data.messages import message_to_json
 from posttrain.core.data.tool_calls import (
     ARGS,
     CALL_BEGIN,
@@ -407,25 +406,6 @@ def fitting(controls: Iterable[str]) -> str:
     }
     best = max(sizes, key=sizes.__getitem__)
     return best if sizes[best] else "chat_template"
-
-
-def own_template(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, generation_prompt: bool
-) -> str:
-    """What the model's own chat template writes; empty without one, or if it refuses."""
-    # Late, with transformers: jinja2 is loaded by whoever has a tokenizer.
-    from jinja2 import TemplateError
-
-    try:
-        return str(
-            tokenizer.apply_chat_template(
-                [message_to_json(message) for message in messages],
-                add_generation_prompt=generation_prompt,
-                tokenize=False,
-            )
-        )
-    except (TemplateError, TypeError, ValueError, LookupError):
-        return ""
 
 
 def schema_lines(tools: Sequence[ToolSchema]) -> str:

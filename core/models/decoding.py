@@ -1,17 +1,13 @@
 """Decoding with a group's prompt computed once: caches, attention, supported models.
 
-Axes: N sequences, P prompts, W most sequences of a prompt, L prompt keys, T response keys, H heads,
-K key heads, D head size.
-
-Axes: N sequences, L keys, S queries, H heads, K key heads, D head size.
-
-Axes: P prompts, N sequences, L tokens so far.
+Axes: N sequences, P prompts, W most sequences of a prompt, L keys (of prompts where they are
+shared), T response keys, S queries, H heads, K key heads, D head size.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -178,13 +174,18 @@ def has_capped_attention(model: Any) -> bool:  # Any: as above
 
 
 def use_grouped_attention(model: Any) -> None:  # Any: as above
+    use_attention(model, GROUPED, grouped_attention)
+
+
+def use_attention(model: Any, name: str, attention: Callable[..., Any]) -> None:  # Any: as above
+    """Let `model` attend by `attention`, which transformers knows by `name`."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
-    AttentionInterface.register(GROUPED, grouped_attention)
-    AttentionMaskInterface.register(GROUPED, eager_mask)
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, eager_mask)
     paths_of(model).plain = model.config._attn_implementation
-    model.set_attn_implementation(GROUPED)
+    model.set_attn_implementation(name)
 
 
 ATTENTION = frozenset({"full_attention", "sliding_attention"})
@@ -293,8 +294,6 @@ class DecodingMemory:
 
 def can_share(model: Any, longest: int) -> bool:  # Any: as above
     """Whether the prompts of `model` can be kept once for sequences of `longest` tokens."""
-    # Imports transformers, which whoever lists plugins need not wait for.
-
     if model.config._attn_implementation != GROUPED or why_no_stream(model) is not None:
         return False
     window = widest_window(model)

@@ -35,11 +35,6 @@ def choose_dtype(section: ModelSection) -> torch.dtype:
     return torch.float32 if section.dtype == "float32" else torch.bfloat16
 
 
-def choose_attention(section: ModelSection) -> str:
-    """The configured attention; `auto` is one stream, which pads nothing and shares each prompt."""
-    return "stream" if section.attention == "auto" else section.attention
-
-
 def set_threads(num_threads: int) -> None:
     """Use `num_threads` CPU threads; 0 means all cores this process may use."""
     torch.set_num_threads(num_threads or len(os.sched_getaffinity(0)))
@@ -58,7 +53,8 @@ def is_cuda(device: torch.device) -> bool:
 class ModelRuntime:
     """How models are held in memory: device, compute precision, attention implementation.
 
-    With `autocast` a model that is trained has float32 weights and computes in `dtype`.
+    Attention `auto` is one stream, which pads nothing and shares each prompt. With `autocast` a
+    model that is trained has float32 weights and computes in `dtype`.
     """
 
     device: torch.device
@@ -71,9 +67,8 @@ class ModelRuntime:
         device = choose_device(section)
         if section.compile:
             check_compiler(device)
-        return cls(
-            device, choose_dtype(section), choose_attention(section), section.dtype == "autocast"
-        )
+        attention = "stream" if section.attention == "auto" else section.attention
+        return cls(device, choose_dtype(section), attention, section.dtype == "autocast")
 
     @property
     def plain_attention(self) -> str:

@@ -299,7 +299,9 @@ def merge_into(base: Path, adapter: Path, out: Path) -> None:
     Raises `RunError` for an adapter that does not fit.
     """
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
+
+    from posttrain.core.data.tokens import load_tokenizer
 
     auto: Any = AutoModelForCausalLM  # Any: it is not typed
     model = auto.from_pretrained(
@@ -311,10 +313,7 @@ def merge_into(base: Path, adapter: Path, out: Path) -> None:
         model, adapter, trust_remote_code=False
     )
     adapted.merge_and_unload().save_pretrained(out)
-    tokenizer: Any = AutoTokenizer  # Any: it is not typed
-    tokenizer.from_pretrained(base, local_files_only=True, trust_remote_code=False).save_pretrained(
-        out
-    )
+    load_tokenizer(base).save_pretrained(out)
 
 
 def _whole_heads(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -55,8 +55,7 @@ class OutputHead:
         """In at least float32; `weight` may stand for the own one, with its own gradient."""
         weight = self.weight if weight is None else weight
         raw = hidden if weight is None else project(hidden, weight, self.bias)
-        logits = self.shape.of(raw.to(torch.promote_types(raw.dtype, torch.float32)))
-        return logits
+        return self.shape.of(raw.to(torch.promote_types(raw.dtype, torch.float32)))
 
     def detached(self, device: torch.device | None = None) -> OutputHead:
         """The same without gradient, on `device`."""

@@ -112,11 +112,9 @@ def record_outputs(
     smallest gradient into a full step where it is the only one.
     """
     unmoved = policy is not None and reference is not None and _same_weights(policy, reference)
-    if unmoved or not can_record(engine):
-        yield None
-        return
     recordable = cast(RecordableEngine, engine)
-    if is_adapted(recordable.model):  # its layers are not those of the trained model
+    # The layers of an adapted model are not those of the trained one.
+    if unmoved or not can_record(engine) or is_adapted(recordable.model):
         yield None
         return
     recorder = OutputRecorder(recordable.model)

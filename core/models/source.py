@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import json
-import shutil
-import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +13,7 @@ from typing import Any, Literal
 
 from posttrain.core.config.sections import ModelSection, RegisteredName, RunName
 from posttrain.core.errors import ResourceError, nearest
-from posttrain.core.runtime.files import irregular, put_in_place
+from posttrain.core.runtime.files import irregular, whole_folder
 from posttrain.core.store.manifests import (
     ADAPTER,
     ATTESTATION,
@@ -48,27 +46,27 @@ def check_source(section: ModelSection) -> None:
     A registered model and that of a run are looked up by whoever knows the home; a model of a hub
     is checked if a copy is on this disk.
     """
-    path = Path(section.source).expanduser()
     if _is_looked_up(section.source):
         return
-    if path.exists() or _looks_like_path(section.source):
-        _check_directory(path)
-        return
-    cached = _cached(section)
-    if cached is not None:
-        _check_directory(cached)
+    folder = _as_path(section.source) or _cached(section)
+    if folder is not None:
+        _check_directory(folder)
 
 
 def unchecked(section: ModelSection) -> str:
     """Why nothing is known of the model before the run downloads it; empty if something is."""
-    if _is_looked_up(section.source):
+    source = section.source
+    known = _is_looked_up(source) or source == TINY_ID
+    if known or _as_path(source) or _cached(section) or _bundled_for(section):
         return ""
-    path = Path(section.source).expanduser()
-    bundled = section.source == BUNDLED_ID and section.fallback == "bundled"
-    here = path.exists() or _looks_like_path(section.source) or _cached(section) is not None
-    if here or section.source == TINY_ID or bundled and bundled_gguf() is not None:
-        return ""
-    return f"no copy of model '{section.source}' is on this disk: it was not checked"
+    return f"no copy of model '{source}' is on this disk: it was not checked"
+
+
+def _as_path(source: str) -> Path | None:
+    """The path that `source` is; None for the id of a model on a hub."""
+    path = Path(source).expanduser()
+    is_path = source.startswith((".", "/", "~")) or source.count("/") != 1 or path.exists()
+    return path if is_path else None
 
 
 def _cached(section: ModelSection) -> Path | None:
@@ -88,8 +86,8 @@ def _cached(section: ModelSection) -> Path | None:
 
 def obtain(section: ModelSection, cache: Path) -> BaseModel:
     """The base model as a directory; converts the bundled GGUF into `cache` once."""
-    path = Path(section.source).expanduser()
-    if path.exists() or _looks_like_path(section.source):
+    path = _as_path(section.source)
+    if path is not None:
         _check_directory(path)
         return BaseModel(path.resolve(), directory_digest(path), f"directory {path}")
     if section.source == TINY_ID:
@@ -117,12 +115,9 @@ def known_config(section: ModelSection) -> Path | None | Literal["bundled"]:
     path = Path(section.source).expanduser()
     if (path / "config.json").is_file():
         return path
-    if _is_looked_up(section.source) or _looks_like_path(section.source):
+    if _is_looked_up(section.source) or _as_path(section.source):
         return None
-    if (cached := _cached(section)) is not None:
-        return cached
-    bundled = section.source == BUNDLED_ID and section.fallback == "bundled"
-    return "bundled" if bundled and bundled_gguf() is not None else None
+    return _cached(section) or ("bundled" if _bundled_for(section) else None)
 
 
 def known_folder(section: ModelSection, cache: Path) -> Path | None:
@@ -135,8 +130,8 @@ def known_folder(section: ModelSection, cache: Path) -> Path | None:
         return made if made.is_dir() else None
     if (cached := _cached(section)) is not None:
         return cached
-    gguf = bundled_gguf()
-    if section.fallback != "bundled" or section.source != BUNDLED_ID or gguf is None:
+    gguf = _bundled_for(section)
+    if gguf is None:
         return None
     folder = converted_folder(cache, file_digest(gguf))
     return folder if (folder / "source.json").is_file() else None
@@ -180,15 +175,17 @@ def bundled_gguf() -> Path | None:
     return None
 
 
+def _bundled_for(section: ModelSection) -> Path | None:
+    """The bundled GGUF if it may stand in for the hub's model; None if not, or without it."""
+    wanted = section.source == BUNDLED_ID and section.fallback == "bundled"
+    return bundled_gguf() if wanted else None
+
+
 def _is_looked_up(source: str) -> bool:
     """Whether MLflow or a home says which folder it is. A folder of this name goes before."""
     if RegisteredName.parse(source) is not None:
         return True
     return RunName.parse(source) is not None and not Path(source).expanduser().exists()
-
-
-def _looks_like_path(source: str) -> bool:
-    return source.startswith((".", "/", "~")) or source.count("/") != 1
 
 
 def _check_directory(path: Path) -> None:
@@ -326,13 +323,9 @@ def _tiny(folder: Path) -> BaseModel:
     from posttrain.core.models.tiny import BARE_TEMPLATE, make_tiny_model, make_tiny_tokenizer
 
     if not folder.is_dir():
-        partial = folder.with_name(f".partial-{folder.name}-{uuid.uuid4().hex[:8]}")
-        try:
-            tokenizer = make_tiny_tokenizer(chat_template=BARE_TEMPLATE)
+        tokenizer = make_tiny_tokenizer(chat_template=BARE_TEMPLATE)
+        with whole_folder(folder) as partial:
             make_tiny_model(partial, kv_heads=2, init_std=0.05, tokenizer=tokenizer)
-            put_in_place(partial, folder)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
     return BaseModel(folder, directory_digest(folder), "a tiny random model, made by posttrain")
 
 
@@ -360,13 +353,11 @@ def _reading_once() -> Iterator[None]:
 
 
 def _convert(gguf: Path, folder: Path, record: dict[str, str]) -> None:
-    """Dequantise once to bfloat16 safetensors, in a temporary folder, renamed when complete."""
+    """Dequantise once to bfloat16 safetensors."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-    partial = folder.with_name(f".partial-{folder.name}-{uuid.uuid4().hex[:8]}")
-    partial.mkdir(parents=True)
-    try:
+    with whole_folder(folder) as partial:
         where = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
         with _reading_once():
             model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
@@ -385,6 +376,3 @@ def _convert(gguf: Path, folder: Path, record: dict[str, str]) -> None:
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
         (partial / "source.json").write_text(json.dumps(record, indent=2))
-        put_in_place(partial, folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)

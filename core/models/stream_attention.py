@@ -2,7 +2,6 @@
 
 A token sees those of its own history: of its prompt and its response, up to itself. Blocks of
 queries and keys that see nothing of each other are skipped.
-Axes: S tokens, H heads, K key heads, D head size.
 
 Every other layer of a model runs on the stream [1, S] as it is, so nothing is padded, and tokens
 that rows begin with alike are computed once for all of them. Tokens are laid out in grids for the
@@ -27,10 +26,9 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from posttrain.core.models.decoding import grouped_attention
+from posttrain.core.models.decoding import grouped_attention, use_attention
 from posttrain.core.models.layers import allow_ways
 from posttrain.core.models.linear import product
-from posttrain.core.models.paths import paths_of
 
 logger = logging.getLogger(__name__)
 
@@ -415,10 +413,4 @@ def _softmax(scores: Tensor, hidden: Tensor, scaling: float) -> Tensor:
 
 
 def use_stream_attention(model: Any) -> None:  # Any: transformers' model classes are not typed
-    from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface, eager_mask
-
-    AttentionInterface.register(STREAM, stream_attention)
-    AttentionMaskInterface.register(STREAM, eager_mask)
-    paths_of(model).plain = model.config._attn_implementation
-    model.set_attn_implementation(STREAM)
+    use_attention(model, STREAM, stream_attention)

@@ -15,6 +15,7 @@ import shutil
 import sqlite3
 import stat
 import uuid
+from collections.abc import Iterator
 from contextlib import closing
 from importlib.metadata import version
 from pathlib import Path
@@ -52,6 +53,18 @@ def put_in_place(partial: Path, final: Path, *, replace: bool = True) -> None:
     else:
         partial.rename(final)
     sync(final.parent)
+
+
+@contextlib.contextmanager
+def whole_folder(final: Path) -> Iterator[Path]:
+    """A new folder to write into, put in place as `final` at the end; gone after an error."""
+    partial = final.with_name(f".partial-{final.name}-{uuid.uuid4().hex[:8]}")
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        put_in_place(partial, final)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def link_or_copy(source: Path, target: Path) -> None:

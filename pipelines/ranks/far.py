@@ -7,7 +7,6 @@ on each machine. Plugins' files are small and go with the message that starts a 
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from hashlib import sha256
@@ -16,7 +15,7 @@ from pathlib import Path
 from posttrain.core.config.base import StageBase
 from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.models.source import directory_digest
-from posttrain.core.runtime.files import put_in_place
+from posttrain.core.runtime.files import whole_folder
 from posttrain.core.runtime.sources import files_of
 from posttrain.core.store import urls
 from posttrain.core.store.manifests import combine_digests
@@ -101,12 +100,11 @@ def written_plugin_files(
     digests = {name: sha256(content).hexdigest() for name, content in contents.items()}
     folder = mirror_here(url).root / "plugins" / combine_digests(digests)[:32]
     if contents and not folder.is_dir():
-        partial = folder.with_name(f".partial-{uuid.uuid4().hex[:12]}")
-        for name, content in contents.items():
-            target = partial / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(content)
-        put_in_place(partial, folder)
+        with whole_folder(folder) as partial:
+            for name, content in contents.items():
+                target = partial / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(content)
     return {
         name: str(folder / Path(path).parent.name / Path(path).name) for name, path in files.items()
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +30,7 @@ from posttrain.core.evaluation.suites import (
 from posttrain.core.models.device import ModelRuntime, set_threads
 from posttrain.core.models.quiet import quiet_libraries
 from posttrain.core.plugin_manager import PluginManager
-from posttrain.core.runtime.files import put_in_place
+from posttrain.core.runtime.files import whole_folder
 from posttrain.core.tracking.mlflow_evaluation import EvaluationRecord, record_evaluation
 from posttrain.core.tracking.mlflow_store import prepare_database
 from posttrain.pipelines.run.checks import resolve_configs
@@ -179,12 +178,8 @@ def _keep(
     now = datetime.now(UTC)
     unique = uuid.uuid4().hex[:8]
     folder = home / EVALUATIONS / f"{now:%Y%m%d-%H%M%S}-{model.digest[:8]}-{unique}"
-    partial = folder.with_name(f".partial-{folder.name}")
-    try:
+    with whole_folder(folder) as partial:
         write_suites(partial, results, options, model.digest, now.isoformat(timespec="seconds"))
-        put_in_place(partial, folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return folder
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,7 +18,7 @@ from posttrain.core.config.schema import RunConfig
 from posttrain.core.config.sections import ModelSection, RegisteredName, RunName
 from posttrain.core.data.cursor import PinnedModel
 from posttrain.core.errors import ConfigError, PosttrainError, ResourceError, nearest
-from posttrain.core.runtime.files import put_in_place
+from posttrain.core.runtime.files import whole_folder
 from posttrain.core.store import urls
 from posttrain.core.store.ancestry import Family, Made
 from posttrain.core.store.artifacts import ArtifactStore
@@ -240,13 +238,8 @@ class _Search:
         digest = combine_digests({"base": base.digest, **tree_digests(adapter)})
         folder = self.home / "models" / f"merged-{digest[:16]}"
         if not folder.is_dir():
-            partial = folder.with_name(f".partial-{folder.name}-{uuid.uuid4().hex[:8]}")
-            partial.mkdir(parents=True)
-            try:
+            with whole_folder(folder) as partial:
                 merge_into(base.path, adapter, partial)
-                put_in_place(partial, folder)
-            finally:
-                shutil.rmtree(partial, ignore_errors=True)
         origin = f"adapter {adapter} on {base.origin}"
         return FoundModel(self.given, folder, directory_digest(folder), origin)
 

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from pydantic import Field
 
 from posttrain.core.contracts import PluginConfig
+from posttrain.core.data.chat import own_template
 from posttrain.core.data.turns import (
     Layout,
     Piece,
     TurnRenderer,
     fixed,
     given,
-    own_template,
     schema_lines,
 )
 from posttrain.core.types import Message, ToolSchema
@@ -80,7 +80,7 @@ class ChatmlRenderer(TurnRenderer[ChatmlConfig]):
         self._default = self.config.default_system
         if self._default is None:
             shown = own_template(self.tokenizer, [Message("user", "Q")], generation_prompt=False)
-            found = re.match(r"\s*<\|im_start\|>system\n(.*?)<\|im_end\|>", shown, re.DOTALL)
+            found = re.match(r"\s*<\|im_start\|>system\n(.*?)<\|im_end\|>", shown or "", re.DOTALL)
             self._default = found[1] if found else None
 
     def opening(self, system: str | None, tools: Sequence[ToolSchema]) -> list[Piece]:

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pydantic import Field
 
 from posttrain.core.contracts import PluginConfig
+from posttrain.core.data.chat import own_template
 from posttrain.core.data.turns import (
     Layout,
     Piece,
     TurnRenderer,
     fixed,
     given,
-    own_template,
     schema_lines,
 )
 from posttrain.core.types import Message, ToolSchema
@@ -59,7 +59,7 @@ class DeepseekRenderer(TurnRenderer[DeepseekConfig]):
         think = self.config.think
         if think is None:
             shown = own_template(self.tokenizer, [Message("user", "Q")], generation_prompt=True)
-            think = shown.rstrip().endswith("<think>")
+            think = (shown or "").rstrip().endswith("<think>")
         self.always_think = self.begins_in_reasoning = think
         self.layout = Layout(
             user=("<｜User｜>", ""),

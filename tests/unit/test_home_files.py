@@ -15,6 +15,7 @@ import pytest
 from posttrain.core.analysis.evidence import steps_in
 from posttrain.core.data.cursor import Cursor, PinnedModel, read_cursor, write_cursor
 from posttrain.core.errors import PosttrainError, ResourceError
+from posttrain.core.runtime.files import whole_folder
 from posttrain.core.runtime.processes import owner
 from posttrain.core.store.ancestry import Family
 from posttrain.core.store.approval import (
@@ -290,3 +291,16 @@ def test_a_tag_that_was_changed_in_mlflow_is_named(text: str) -> None:
     with pytest.raises(ResourceError, match=rf"tag '{TAG_ROLLED_BACK}' of 'sums' version 2 is not"):
         assert found.rolled_back
     assert RegisteredVersion("sums", "2", "d", Path(), "", "", {}).rolled_back is None
+
+
+def test_a_folder_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
+    final = tmp_path / "cache" / "made"
+    with pytest.raises(OSError, match="full"), whole_folder(final) as partial:
+        (partial / "first").write_text("1")
+        raise OSError("the disk is full")
+    assert list(final.parent.iterdir()) == [], "nothing of it is left"
+    with whole_folder(final) as partial:
+        (partial / "first").write_text("1")
+        assert not final.exists()
+    assert [path.name for path in final.parent.iterdir()] == ["made"]
+    assert (final / "first").read_text() == "1"
