@@ -155,7 +155,8 @@ class Estimator:
             phases["checkpoint"] = written * size / FILE_BYTES_S / max(1, steps)
         if steps:
             once += LOADING_S + file / FILE_BYTES_S
-        return self._row(steps, phases, once, self._memory(work, engine_runs), left, left + more)
+        parts = self._memory(work, models, engine_runs)
+        return self._row(steps, phases, once, parts, left, left + more)
 
     def _row(
         self,
@@ -190,30 +191,34 @@ class Estimator:
                 found.append(memory.trained_model(*asked, head=each.head))
         return found
 
-    def _memory(self, work: Work, engine_runs: bool) -> dict[str, float]:
+    def _memory(
+        self, work: Work, models: Sequence[memory.TrainedModel], engine_runs: bool
+    ) -> dict[str, float]:
         """Bytes by what holds them; an engine that was started stays."""
         on_gpu, shape, each = self.rates.on_gpu, self.shape, self.compute_bytes
         parts = {"libraries": memory.GPU_CONTEXT if on_gpu else memory.CPU_LIBRARIES}
         parts |= {"engine": self.engine_bytes} if engine_runs else {}
-        sampled = [one.rows for one in work.passes if one.sampled]
-        if sampled and self.engine == "transformers":
-            together = (r._replace(number=min(r.number, self.engine_rows)) for r in sampled)
-            parts["sampling"] = max(memory.cache_bytes(shape, rows, each) for rows in together)
-        for model in self._models(work):
+        if self.engine == "transformers":
+            for rows in (one.rows for one in work.passes if one.sampled):
+                together = rows._replace(number=min(rows.number, self.engine_rows))
+                cache = memory.cache_bytes(shape, together, each)
+                parts["sampling"] = max(parts.get("sampling", 0.0), cache)
+        for model in models:
             parts |= {name: parts.get(name, 0.0) + size for name, size in model.held.items()}
         whole = float(self.weight_bytes * shape.total)
         parts |= {name: count * whole for name, count in work.held.items()}
-        trained = [one for one in work.passes if one.trained is not None]
-        if trained:
-            checkpointing = self.data.config.model.gradient_checkpointing
-            kept = (
-                memory.kept_for_backward(
-                    shape, one.rows, each, head=one.head, checkpointing=checkpointing, on_gpu=on_gpu
-                )
-                for one in trained
-            )
-            parts["training"] = max(kept)
-        if trained and not on_gpu:
+        trained = next((one for one in work.passes if one.trained is not None), None)
+        if trained is None:
+            return parts
+        parts["training"] = memory.kept_for_backward(
+            shape,
+            trained.rows,
+            each,
+            head=trained.head,
+            checkpointing=self.data.config.model.gradient_checkpointing,
+            on_gpu=on_gpu,
+        )
+        if not on_gpu:
             used = memory.peak(parts) - parts["libraries"]
             parts["fragmentation"] = memory.FRAGMENTATION * used
         return parts
