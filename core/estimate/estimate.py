@@ -53,8 +53,7 @@ class Pass(NamedTuple):
     """Rows that go through a model, so many `times` in a mean step, and `once` in the whole stage.
 
     They are `sampled` by the engine, or the model of the config's section `trained` learns from
-    them in so many `updates`, or they get log-probs or scores. A model without `head` makes no
-    logits of a vocabulary.
+    them, or they get log-probs or scores. A model without `head` makes no logits of a vocabulary.
     """
 
     phase: str
@@ -63,7 +62,6 @@ class Pass(NamedTuple):
     once: float = 0.0
     sampled: bool = False
     trained: Training | CriticSection | ImplicitPrmSection | None = None
-    updates: int = 1
     head: bool = True
 
 
@@ -141,10 +139,10 @@ class Estimator:
         if isinstance(stage, StepStage) and stage.fork is not None:
             steps = max(0, steps - stage.fork.step)  # those it shares are not computed
         models = self._models(work)
-        if models:
+        if isinstance(stage, Training):
             keep, weights = self.data.config.keep, models[0].held["weights"]
             size = sum(model.checkpoint for model in models)
-            written = memory.checkpoints(getattr(stage, "checkpoint_every", 0), steps, keep.every)
+            written = memory.checkpoints(stage.checkpoint_every, steps, keep.every)
             if keep.checkpoint_minutes:
                 spent = steps * sum(phases.values())
                 written = max(written, int(spent // (60 * keep.checkpoint_minutes)))
@@ -305,18 +303,16 @@ class Estimator:
         reference, scored, slower = self._update(stage)
         scoring = "advantage" if reference and stage.kl.place == "reward" else "update"
         judges = sum(reward.name == "reward_model" for reward in stage.rewards)
-        own, minis = slower * stage.epochs, stage.num_mini_batches
         passes = [
             Pass("rollout", rows, stage.on_policy_share, sampled=True),
             Pass("score", rows, judges, head=False),
             Pass(scoring, rows, scored),
-            Pass("update", rows, own, trained=stage, updates=minis),
+            Pass("update", rows, slower * stage.epochs, trained=stage),
         ]
         for part, head in ((stage.critic, False), (stage.implicit_prm, True)):
             if part is not None:
                 passes.append(Pass("advantage", rows, head=head))
-                often, minis = part.epochs, part.num_mini_batches
-                passes.append(Pass("update", rows, often, 0, False, part, minis, head))
+                passes.append(Pass("update", rows, part.epochs, trained=part, head=head))
         whole = self.data.config.evaluation
         asked = {"evaluate": (whole, 1, stage.evaluate_every)}
         if (more := stage.sampled_evaluation) is not None:
@@ -397,7 +393,8 @@ class Estimator:
             return self.forward(each.rows, head=each.head)
         lora = each.trained.lora
         work = 4 if lora else 8 if self.data.config.model.gradient_checkpointing else 6
-        traffic = each.updates * self.shape.trained(lora, head=each.head) * ADAMW_BYTES
+        updates = getattr(each.trained, "num_mini_batches", 1)
+        traffic = updates * self.shape.trained(lora, head=each.head) * ADAMW_BYTES
         return self.forward(each.rows, head=each.head, work=work) + traffic / self.rates.bytes_s
 
     def forward(self, rows: Rows, *, head: bool = True, work: int = 2) -> float:
