@@ -234,9 +234,12 @@ class Estimator:
         if isinstance(stage, EvaluateStage):
             section = stage.evaluation or self.data.config.evaluation
             passes = self._evaluation("evaluate", stage, section, 1, section.num_samples)
-            judges, last = float("reward_model" in stage.inputs), passes[-1]
-            scoring = last._replace(times=judges * last.times, sampled=False, head=False)
-            return Work(1, [*passes, scoring], {"reward models": judges})
+            judges = float("reward_model" in stage.inputs)  # scores the sampled answers
+            scoring = [
+                last._replace(times=judges * last.times, sampled=False, head=False)
+                for last in passes[-1:]
+            ]
+            return Work(len(scoring), [*passes, *scoring], {"reward models": judges})
         if isinstance(stage, TransformStage) and stage.rewrite != "rules":
             count, limit = stage.num_problems, stage.generation.max_response_length
             count, groups = self.data.count("train", count), (1, stage.num_solutions)

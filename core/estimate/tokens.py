@@ -100,7 +100,7 @@ class RunData:
                 each = stage.pairs_per_prompt
             sampled = stage.num_prompts * stage.num_generations
             problems = self.count("train", stage.num_prompts)
-            keys = [str(i % problems) for i in range(stage.num_prompts)] * each
+            keys = [str(i % problems) for i in range(stage.num_prompts) if problems] * each
         kept_out = held_out_keys(keys, stage.held_out_fraction)
         train = sum(key not in kept_out for key in keys)
         steps = stage.epochs * math.ceil(train / stage.batch_size)
@@ -152,6 +152,8 @@ class Lengths(NamedTuple):
             problems = data.task.problems("train", data.count("train", SAMPLE), seed)
         except (PosttrainError, OSError) as error:
             logger.info("no problem could be read: %s", error)
+            problems = []
+        if not problems:
             return cls(ASSUMED_TOKENS, None, 0, f"prompts of {ASSUMED_TOKENS} tokens, assumed")
         if (tokenizer := _tokenizer(model, data)) is None:
             how = f"at {CHARACTERS_PER_TOKEN} characters per token, without a tokenizer"

@@ -239,7 +239,7 @@ def arithmetic(stage: StageBase, data: RunData) -> str:
             tokens = stage.steps * rows_a_step * stage.generation.max_response_length
             prompts = stage.steps * stage.prompts_per_step
             problems = prompts if "dataset" in stage.inputs else data.count("train", prompts)
-            again = f" ({prompts / problems:.1f} passes over {problems} problems)"
+            again = f" ({prompts / max(1, problems):.1f} passes over {problems} problems)"
             return (
                 f"{stage.prompts_per_step} prompts x {stage.num_generations} generations = "
                 f"{rows_a_step} sequences per step; {stage.epochs} epoch(s) x {updates} "

@@ -150,6 +150,22 @@ def test_counts_are_those_of_the_file(tmp_path: Path, model: Path) -> None:
     assert sampled == [(held, 1), (4 * held, 1)]
 
 
+@pytest.mark.parametrize("permille", [1, 999])
+def test_a_split_without_problems_has_a_plan(tmp_path: Path, model: Path, permille: int) -> None:
+    """What is wrong with it, the run says; the plan counts no problems."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{i}", "answer": "1"}) + "\n" for i in range(3)))
+    kinds = ("evaluate", "sft", "reward_model", "process_reward_model", "rl", "transform")
+    stages = {kind: {"kind": kind, "inputs": {"model": "base"}} for kind in kinds}
+    stages["transform"]["generation"] = {"max_response_length": 16}  # type: ignore[assignment]
+    task = {"name": "jsonl", "path": str(path), "held_out_permille": permille}
+    data = run_data(tmp_path, stages, model, task=task)
+    assert 0 in (data.count("held_out", 1), data.count("train", 1))
+    assert all(arithmetic(stage, data) for stage in data.config.stages.values())
+    found = estimate_run(data, tmp_path, kinds, "transformers", 64, "cpu")
+    assert list(found["stages"]) == [*kinds] and math.isfinite(found["total"]["seconds"])
+
+
 def test_preferences_are_split_as_the_run_splits_them(tmp_path: Path, model: Path) -> None:
     path = tmp_path / "pairs.jsonl"
     row = {"chosen": "x" * 40, "rejected": "y" * 40}
