@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModel, LlamaConfig
 
 from posttrain.core.models.device import ModelRuntime
 from posttrain.core.models.linear import widen
@@ -66,10 +66,9 @@ class Rates:
 
 
 class _Probe:
-    """Two layers in the run's precision, and the clock that ends measuring."""
+    """Two layers in the run's precision."""
 
-    def __init__(self, runtime: ModelRuntime, clock: Callable[[], float]) -> None:
-        self.clock, self.began, self.device = clock, clock(), runtime.device
+    def __init__(self, runtime: ModelRuntime) -> None:
         hidden, width, rows = CPU_SIZES if runtime.device.type == "cpu" else GPU_SIZES
         config = LlamaConfig(
             hidden_size=hidden,
@@ -79,7 +78,7 @@ class _Probe:
             vocab_size=256,
         )
         with torch.device(runtime.device):
-            self.model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            self.model: Any = AutoModel.from_config(  # type: ignore[no-untyped-call]
                 config,
                 dtype=runtime.dtype,
                 attn_implementation=runtime.plain_attention,
@@ -88,80 +87,70 @@ class _Probe:
             self.source, self.target = torch.ones(2, COPIED_BYTES // 4)
             self.ids = torch.ones(rows, SEQUENCE, dtype=torch.int64)
         widen(self.model)
-        weights = sum(p.numel() for p in self.model.base_model.layers.parameters())
+        weights = sum(parameter.numel() for parameter in self.model.layers.parameters())
         self.layer_bytes = weights * runtime.dtype.itemsize / LAYERS
-        self.work = 2 * weights * self.ids.numel()
+        self.flops = 2 * weights * self.ids.numel()
 
     def copy(self) -> None:
         self.target.copy_(self.source)
 
     @torch.no_grad()
     def one_token(self) -> None:
-        self.model.base_model(input_ids=self.ids[:1, :1], use_cache=False)
+        self.model(input_ids=self.ids[:1, :1], use_cache=False)
 
     @torch.no_grad()
     def forward(self) -> None:
-        self.model.base_model(input_ids=self.ids, use_cache=False)
+        self.model(input_ids=self.ids, use_cache=False)
 
     def train(self) -> None:
-        states = self.model.base_model(input_ids=self.ids, use_cache=False).last_hidden_state
+        states = self.model(input_ids=self.ids, use_cache=False).last_hidden_state
         states.float().sum().backward()
         self.model.zero_grad()
-
-    def fastest(self, work: Callable[[], object], share: float, *, own: bool = False) -> float:
-        """Seconds of the fastest micro-step before `share` of the budget is used; else infinity.
-
-        `own`: processor time of this thread, which other processes hardly change.
-        """
-        timer = time.thread_time if own else self.clock
-        best, last = math.inf, 0.0
-        for _ in range(MICRO_STEPS):
-            started = self.clock()
-            if started - self.began + last >= share * BUDGET_S:
-                break
-            before = timer()
-            work()
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-            best, last = min(best, timer() - before), self.clock() - started
-        return best
 
 
 def measure(runtime: ModelRuntime, clock: Callable[[], float] = time.perf_counter) -> Rates:
     """The rates of this machine in the run's precision, in at most `BUDGET_S` of wall time.
 
-    On a CPU one thread is timed, then all of them. If all are slower than one, other processes are
-    in the way, and `THREAD_SHARE` is assumed. What there was no time for is from the table.
+    On a CPU one thread is timed in processor time, which other processes hardly change, and all
+    threads by the clock. If all are slower than one, other processes are in the way, and
+    `THREAD_SHARE` is assumed. What there was no time for is from the table.
     """
-    on_cpu, threads, speedup = runtime.device.type == "cpu", torch.get_num_threads(), 1.0
+    began, on_cpu, threads = clock(), runtime.device.type == "cpu", torch.get_num_threads()
     known = Rates.of_device("cpu" if on_cpu else "h100", bfloat16=runtime.dtype == torch.bfloat16)
-    torch.set_num_threads(1 if on_cpu else threads)
+    probe, one = _Probe(runtime), 1 if on_cpu else threads
+    works = [(work, one) for work in (probe.copy, probe.one_token, probe.forward, probe.train)]
+    works += [(probe.forward, threads), (probe.copy, threads)]
+    fastest = dict.fromkeys(works, math.inf)
     try:
-        probe = _Probe(runtime, clock)
-        copy_s = probe.fastest(probe.copy, 0.1, own=on_cpu)
-        one_s = probe.fastest(probe.one_token, 0.15, own=on_cpu)
-        forward_s = probe.fastest(probe.forward, 0.25, own=on_cpu)
-        train_s = probe.fastest(probe.train, 0.38, own=on_cpu)
+        for work, used in MICRO_STEPS * works:
+            if clock() - began > BUDGET_S / 2:  # so that the last one has the other half
+                break
+            torch.set_num_threads(used)
+            timer = time.thread_time if on_cpu and used == 1 else clock
+            started = timer()
+            work()
+            if not on_cpu:
+                torch.cuda.synchronize(runtime.device)
+            fastest[work, used] = min(fastest[work, used], timer() - started)
     finally:
         torch.set_num_threads(threads)
-    if on_cpu and threads > 1:
-        together = probe.fastest(probe.forward, 0.45)
-        speedup = forward_s / together if together < forward_s else THREAD_SHARE * threads
-        copy_s = min(copy_s, probe.fastest(probe.copy, 0.5))
-    bytes_s = 2 * COPIED_BYTES / copy_s or known.bytes_s
-    layer_s, forward, train = known.layer_s, known.forward_flops, known.train_flops
-    if math.isfinite(one_s):
+    copy_s, one_s, forward_s, train_s = (fastest[work] for work in works[:4])
+    together, speedup = fastest[probe.forward, threads], THREAD_SHARE * threads
+    if together <= forward_s < math.inf:
+        speedup = forward_s / together
+    copy_s = min(copy_s, fastest[probe.copy, threads])
+    bytes_s, layer_s = 2 * COPIED_BYTES / copy_s or known.bytes_s, known.layer_s
+    if one_s < math.inf:
         layer_s = max(0.0, one_s / LAYERS - probe.layer_bytes / bytes_s)
-    if math.isfinite(forward_s):
-        products = max(forward_s - LAYERS * layer_s, forward_s / 2)
-        forward = train = speedup * probe.work / products
-    if math.isfinite(train_s):
-        train = speedup * 3 * probe.work / max(train_s - 3 * LAYERS * layer_s, train_s / 2)
+    products = max(forward_s - LAYERS * layer_s, forward_s / 2)
+    forward = speedup * probe.flops / products or known.forward_flops
+    products = max(train_s - 3 * LAYERS * layer_s, train_s / 2)
+    train = speedup * 3 * probe.flops / products or forward
     memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     if not on_cpu:
         memory = float(torch.cuda.get_device_properties(runtime.device).total_memory)
     measured = {
-        "seconds": round(clock() - probe.began, 3),
+        "seconds": round(clock() - began, 3),
         "training_gflops": round(train / 1e9, 3),
         "forward_gflops": round(forward / 1e9, 3),
         "memory_gb_per_s": round(bytes_s / 1e9, 3),

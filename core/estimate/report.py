@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ def estimate_run(
         rates=rates,
         engine=engine,
         engine_rows=engine_rows,
-        engine_bytes=_engine_bytes(data, engine, float(each * known.shape.total), rates),
+        engine_bytes=_engine_bytes(config, engine, float(each * known.shape.total), rates),
         weight_bytes=4 if config.model.dtype == "autocast" else each,
         compute_bytes=each,
     )
@@ -66,22 +66,19 @@ def estimate_run(
         "disk_gb": round(left, 4),
         "disk_peak_gb": round(most, 4),
     }
+    unknown = [name for name in names if name not in stages]
     return {
         "model": model,
-        "notes": [
-            *_notes(estimator),
-            *_not_estimated(names, config, stages),
-            *_advice(estimator, stages),
-        ],
+        "notes": [*_notes(estimator, unknown), *_advice(estimator, stages)],
         "calibration": dict(rates.measured),
         "total": total,
         "stages": stages,
     }
 
 
-def _engine_bytes(data: RunData, engine: str, weights: float, rates: Rates) -> float:
+def _engine_bytes(config: RunConfig, engine: str, weights: float, rates: Rates) -> float:
     """What the rollout engine holds in this process, or on the GPU that it shares."""
-    named = data.config.engine
+    named = config.engine
     fields: dict[str, Any] = {} if isinstance(named, str) else named.fields()
     if engine == "vllm_server":
         return 0.0
@@ -92,19 +89,19 @@ def _engine_bytes(data: RunData, engine: str, weights: float, rates: Rates) -> f
         return weights + float(cache or 1.0) * 2**30
     if rates.on_gpu or not rates.measured:
         return weights
-    runtime, when = ModelRuntime.from_config(data.config.model), fields.get("packed_weights")
+    runtime, when = ModelRuntime.from_config(config.model), fields.get("packed_weights")
     packed = packs(int(weights), runtime.dtype, runtime.device, when or "auto")
     return weights * (2 if packed else 1)
 
 
-def _notes(estimator: Estimator) -> list[str]:
-    """What the estimates are based on, a sentence each."""
-    rates, lengths = estimator.rates, estimator.lengths
+def _notes(estimator: Estimator, unknown: Sequence[str]) -> list[str]:
+    """What the estimates are based on, a sentence each, and which stages have none."""
+    rates, config = estimator.rates, estimator.data.config
     found = [
         f"These are estimates, from {rates.basis}. Expect time within a factor of 2 and memory "
         "within 30 %.",
-        f"Lengths: {lengths.how}. A model answers up to the limit, or after an sft stage as long "
-        "as the worked answers.",
+        f"Lengths: {estimator.lengths.how}. A model answers up to the limit, or after an sft stage "
+        "as long as the worked answers.",
         "Not included: the start of the run, reward programs, judges and teachers behind servers, "
         "tools, groups that are sampled again; nor what is saved where rows are skipped or results "
         "are reused.",
@@ -115,20 +112,11 @@ def _notes(estimator: Estimator) -> list[str]:
             f"This machine is busy (load {load:.1f} on {cores} cores): a run takes longer than "
             "estimated while it is."
         )
-    if estimator.data.config.trains_elsewhere:
+    if config.trains_elsewhere:
         found.append("All figures are of one process of this machine, not of the learner's ranks.")
-    return found
-
-
-def _not_estimated(
-    names: Sequence[str], config: RunConfig, stages: Mapping[str, object]
-) -> list[str]:
-    """Stages whose kinds do not say what they take, and why."""
-    left = [name for name in names if name not in stages]
-    if not left:
-        return []
-    found = [f"Not estimated, and not in the totals: {', '.join(left)}."]
-    if any(isinstance(config.stages[name], BenchmarkStage) for name in left):
+    if unknown:
+        found.append(f"Not estimated, and not in the totals: {', '.join(unknown)}.")
+    if any(isinstance(config.stages[name], BenchmarkStage) for name in unknown):
         found.append(
             "How many prompts and tokens a suite of lm-eval or inspect-ai takes is known only once "
             "it runs."

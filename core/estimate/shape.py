@@ -17,14 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from transformers.pytorch_utils import Conv1D
 
 from posttrain.core.config.sections import LoraSection, ModelSection
-from posttrain.core.models.source import (
-    BUNDLED_ID,
-    TINY_ID,
-    bundled_gguf,
-    converted_folder,
-    tiny_folder,
-)
-from posttrain.core.store.manifests import file_digest
+from posttrain.core.models.source import BUNDLED_ID, bundled_gguf, known_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,16 +120,13 @@ def find_model(section: ModelSection, cache: Path) -> KnownModel | None:
 
 
 def _places(section: ModelSection, cache: Path) -> list[tuple[str | Path, dict[str, Any]]]:
-    """Where the configuration may be: the source itself, or the bundled GGUF."""
-    if section.source == TINY_ID:
-        return [(tiny_folder(cache), {})]
-    path, gguf = Path(section.source).expanduser(), bundled_gguf()
-    options = {} if path.is_dir() else {"revision": section.revision}
-    places = [(path if path.is_dir() else section.source, options)]
+    """Where the configuration may be: a folder, the hub's cache, or the bundled GGUF."""
+    if (folder := known_folder(section, cache)) is not None:
+        return [(folder, {})]
+    places: list[tuple[str | Path, dict[str, Any]]]
+    places, gguf = [(section.source, {"revision": section.revision})], bundled_gguf()
     if section.fallback == "bundled" and section.source == BUNDLED_ID and gguf is not None:
-        converted = converted_folder(cache, file_digest(gguf))
-        done = (converted / "source.json").is_file()
-        places.append((converted, {}) if done else (gguf.parent, {"gguf_file": gguf.name}))
+        places.append((gguf.parent, {"gguf_file": gguf.name}))
     return places
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from posttrain.core.config.base import TASK_DATA, StageBase
@@ -39,110 +40,100 @@ SAMPLE, ASSUMED_TOKENS, CHARACTERS_PER_TOKEN = 64, 64, 4
 """Problems whose lengths are measured; tokens of a text if there are none; for want of a tokenizer,
 the characters of a token."""
 
+JudgedStage = PreferenceDataStage | ProcessRewardModelStage
 
-class Preferences(NamedTuple):
-    """Rows that a stage trains on and holds out: at most so many if they come of `sampled` answers.
 
-    `answer` is the mean tokens of an answer in a file, else 0; `steps` are those of all epochs.
+class Given(NamedTuple):
+    """Rows that a stage trains on and holds out, and its steps of at most `batch` of them.
+
+    If they come of `sampled` answers, they are at most so many. In a file a row, or a judged
+    answer, has `tokens` in the mean and `longest` at most; else these are 0.
     """
 
     train: int
     held_out: int
     steps: int
-    sampled: int = 0
-    answer: int = 0
-
-
-class Supervised(NamedTuple):
-    """Rows that are learned from, of `tokens` in the mean, and steps of at most `batch` of them."""
-
-    rows: int
-    steps: int
     batch: int
-    tokens: float
-    longest: int
+    tokens: float = 0.0
+    longest: int = 0
+    sampled: int = 0
 
 
 class RunData:
-    """What the task and the files of a run hold."""
+    """What the task and the files of a run hold. A stage's files are read once."""
 
     def __init__(self, config: RunConfig, manager: PluginManager) -> None:
         self.config, self.manager = config, manager
         self.task: Task[Any] = manager.task(config.task)
-        self._preferences: dict[str, Preferences] = {}
-        self._sizes: dict[str, list[int]] = {}
+        self._read: dict[str, list[tuple[str, list[int]]]] = {}
 
     def count(self, split: Split, wanted: int) -> int:
         """`wanted` problems of a split, or all it holds if those are fewer."""
         available = self.task.available(split)
         return wanted if available is None else min(wanted, available)
 
-    def preferences(self, stage: PreferenceDataStage) -> Preferences:
-        """The rows of a stage; a file is read once."""
-        key = stage.model_dump_json()
-        if key not in self._preferences:
-            self._preferences[key] = self._read(stage)
-        return self._preferences[key]
-
-    def supervised(self, stage: SftStage, worked: float = ASSUMED_TOKENS) -> Supervised:
-        """The rows of a stage; those of the task have `worked` tokens. A file is read once."""
-        sizes = [size for source in stage.data or () for size in self._sizes_of(source.path)]
+    def supervised(self, stage: SftStage, worked: float = ASSUMED_TOKENS) -> Given:
+        """The rows of a stage; those of the task have `worked` tokens."""
+        sizes = [size for _, texts in self._rows(stage) for size in texts]
         tokens = sum(sizes) / len(sizes) if sizes else worked
         batch = stage.batch_size or max(1, int((stage.max_tokens_per_batch or 1) / tokens))
         rows = len(sizes)
         if stage.data is None:
             rows = self.count("train", stage.steps * batch if stage.steps else LARGEST)
-        rows -= round(rows * stage.held_out_fraction)
-        steps = stage.steps or (stage.epochs or 1) * math.ceil(rows / batch)
-        return Supervised(rows, steps, batch, tokens, max(sizes, default=math.ceil(worked)))
+        held_out = round(rows * stage.held_out_fraction)
+        steps = stage.steps or (stage.epochs or 1) * math.ceil((rows - held_out) / batch)
+        longest = max(sizes, default=math.ceil(worked))
+        return Given(rows - held_out, held_out, steps, batch, tokens, longest)
 
-    def _sizes_of(self, path: str) -> list[int]:
-        """Tokens of each row, by its characters."""
-        if path not in self._sizes:
-            self._sizes[path] = [
-                max(1, _tokens(example.text or chat_text(example.messages, example.tools)))
-                for _, example in examples(data_rows(path, "data"))
-            ]
-        return self._sizes[path]
-
-    def labelled_steps(self, stage: ProcessRewardModelStage) -> Preferences:
-        """The answers of a stage, each a row; a file is read once for each call."""
-        if stage.data is None:
-            sampled = stage.num_prompts * stage.num_generations
-            keys, answer = [str(i % stage.num_prompts) for i in range(sampled)], 0
-        else:
-            rows = read_labelled_steps(stage.data, "data", stage.separator)
-            sampled, keys = 0, [row.problem.key for row in rows]
-            answer = math.ceil(sum(_tokens("".join(row.steps)) for row in rows) / len(rows))
-        kept_out = held_out_keys(keys, stage.held_out_fraction)
-        train = sum(key not in kept_out for key in keys)
-        steps = stage.epochs * math.ceil(train / stage.batch_size)
-        return Preferences(train, len(keys) - train, steps, sampled, answer)
-
-    def _read(self, stage: PreferenceDataStage) -> Preferences:
-        sampled = answer = 0
-        online = stage.online if isinstance(stage, PreferenceStage) else None
-        if online is not None:
+    def judged(self, stage: JudgedStage) -> Given:
+        """The rows of a stage, which are pairs or answers, split as the stage splits them."""
+        if isinstance(stage, PreferenceStage) and (online := stage.online) is not None:
             prompts = online.rounds * online.prompts_per_round
-            pairs = min(stage.pairs_per_prompt, online.num_generations // 2)
-            return Preferences(prompts * pairs, 0, online.steps, prompts * online.num_generations)
+            pairs = prompts * min(stage.pairs_per_prompt, online.num_generations // 2)
+            sampled = prompts * online.num_generations
+            return Given(pairs, 0, online.steps, stage.batch_size, sampled=sampled)
+        rows, sampled = self._rows(stage), 0
+        keys, sizes = [key for key, _ in rows], [size for _, texts in rows for size in texts]
         if stage.data is None:
+            each = stage.num_generations
+            if isinstance(stage, PreferenceDataStage):
+                each = stage.pairs_per_prompt
             sampled = stage.num_prompts * stage.num_generations
             problems = self.count("train", stage.num_prompts)
-            keys = [str(i % problems) for i in range(stage.num_prompts)] * stage.pairs_per_prompt
-        else:
-            rows = self.task.preferences() if stage.data == TASK_DATA else []
-            if stage.data != TASK_DATA:
-                rows = read_preference_rows(
-                    stage.data, "data", ("pairs", "labels"), stage.pairs_from_scores
-                ).rows
-            answers = [_tokens(text) for row in rows for text in row.texts()]
-            answer = math.ceil(sum(answers) / max(1, len(answers)))
-            keys = [row.key for row in rows]
+            keys = [str(i % problems) for i in range(stage.num_prompts) if problems] * each
         kept_out = held_out_keys(keys, stage.held_out_fraction)
         train = sum(key not in kept_out for key in keys)
         steps = stage.epochs * math.ceil(train / stage.batch_size)
-        return Preferences(train, len(keys) - train, steps, sampled, answer)
+        mean = math.ceil(sum(sizes) / max(1, len(sizes)))
+        return Given(train, len(keys) - train, steps, stage.batch_size, mean, mean, sampled)
+
+    def _rows(self, stage: SftStage | JudgedStage) -> list[tuple[str, list[int]]]:
+        """Of each row in the stage's files the key of its prompt, and the tokens of its texts."""
+        key = stage.model_dump_json()
+        if key not in self._read:
+            rows = _texts(stage, self.task)
+            self._read[key] = [(prompt, [*map(_tokens, texts)]) for prompt, texts in rows]
+        return self._read[key]
+
+
+def _texts(stage: SftStage | JudgedStage, task: Task[Any]) -> Iterator[tuple[str, Iterable[str]]]:
+    """Of each row in a stage's files the key of its prompt and its answers; of a conversation only
+    the text as a whole."""
+    if isinstance(stage, SftStage):
+        for source in stage.data or ():
+            for _, example in examples(data_rows(source.path, "data")):
+                yield "", [example.text or chat_text(example.messages, example.tools)]
+    elif stage.data is None:
+        return
+    elif isinstance(stage, ProcessRewardModelStage):
+        for answer in read_labelled_steps(stage.data, "data", stage.separator):
+            yield answer.problem.key, ["".join(answer.steps)]
+    elif stage.data == TASK_DATA:
+        yield from ((row.key, row.texts()) for row in task.preferences())
+    else:
+        scores = stage.pairs_from_scores
+        for row in read_preference_rows(stage.data, "data", ("pairs", "labels"), scores).rows:
+            yield row.key, row.texts()
 
 
 class Lengths(NamedTuple):
@@ -157,21 +148,22 @@ class Lengths(NamedTuple):
     @classmethod
     def measured(cls, data: RunData, model: KnownModel, seed: int) -> Lengths:
         """Of a sample of training problems; assumed lengths if there are none."""
-        tokenizer, how = _tokenizer(model, data), "measured"
         try:
             problems = data.task.problems("train", data.count("train", SAMPLE), seed)
         except (PosttrainError, OSError) as error:
             logger.info("no problem could be read: %s", error)
+            problems = []
+        if not problems:
             return cls(ASSUMED_TOKENS, None, 0, f"prompts of {ASSUMED_TOKENS} tokens, assumed")
-        if tokenizer is None:
+        if (tokenizer := _tokenizer(model, data)) is None:
             how = f"at {CHARACTERS_PER_TOKEN} characters per token, without a tokenizer"
-            prompts = [tuple(range(_tokens(each.prompt))) for each in problems]
-            worked = [_tokens(each.worked) for each in problems if each.worked]
+            prompts = [_tokens(each.prompt) for each in problems]
+            worked, shared = [_tokens(each.worked) for each in problems if each.worked], 0
         else:
-            prompts = [tokenizer.encode_prompt(each) for each in problems]
+            encoded, how = [tokenizer.encode_prompt(each) for each in problems], "measured"
+            prompts, shared = [*map(len, encoded)], common_start(encoded)
             worked = [len(tokenizer.encode_response(p.worked)) for p in problems if p.worked]
-        shared = 0 if tokenizer is None else common_start(prompts)
-        prompt, answer = sum(map(len, prompts)) / len(prompts), sum(worked) / max(1, len(worked))
+        prompt, answer = sum(prompts) / len(prompts), sum(worked) / max(1, len(worked))
         text = f"prompts of {prompt:.0f} tokens ({shared} of them the same in all)"
         text += f", worked answers of {answer:.0f}: mean of {len(problems)} problems, {how}"
         return cls(prompt, (answer, max(worked)) if worked else None, shared, text)
@@ -191,7 +183,7 @@ class Lengths(NamedTuple):
 
 
 def _tokens(text: str) -> int:
-    return math.ceil(len(text) / CHARACTERS_PER_TOKEN)
+    return max(1, math.ceil(len(text) / CHARACTERS_PER_TOKEN))
 
 
 def _tokenizer(model: KnownModel, data: RunData) -> ChatTokenizer | None:

@@ -186,12 +186,12 @@ def arithmetic(stage: StageBase, data: RunData) -> str:
             given = data.supervised(stage)
             count = given.steps * given.batch
             what = "problems" if stage.data is None else "rows"
-            again = f", {count / max(1, given.rows):.1f} passes over {given.rows} {what}"
+            again = f", {count / max(1, given.train):.1f} passes over {given.train} {what}"
             micro = -(-given.batch // stage.micro_batch_size)
             about = "" if stage.max_tokens_per_batch is None else "about "
             return (
                 f"{about}{given.steps} steps x {given.batch} examples = {count} examples"
-                f"{again if 0 < given.rows < count else ''}; {micro} micro-batch(es) a step"
+                f"{again if 0 < given.train < count else ''}; {micro} micro-batch(es) a step"
             )
         case PreferenceDataStage():
             online = stage.online if isinstance(stage, PreferenceStage) else None
@@ -203,7 +203,7 @@ def arithmetic(stage: StageBase, data: RunData) -> str:
                     f"batches of at most {stage.batch_size} pairs, {online.steps} optimizer "
                     "step(s) in all"
                 )
-            found = data.preferences(stage)  # at most: rows that are too long are left out
+            found = data.judged(stage)  # at most: rows that are too long are left out
             where = "task '" + config.task.name + "'" if stage.data == "task" else stage.data
             rows = f"{found.train + found.held_out} rows of {where}"
             if stage.data is None:
@@ -239,7 +239,7 @@ def arithmetic(stage: StageBase, data: RunData) -> str:
             tokens = stage.steps * rows_a_step * stage.generation.max_response_length
             prompts = stage.steps * stage.prompts_per_step
             problems = prompts if "dataset" in stage.inputs else data.count("train", prompts)
-            again = f" ({prompts / problems:.1f} passes over {problems} problems)"
+            again = f" ({prompts / max(1, problems):.1f} passes over {problems} problems)"
             return (
                 f"{stage.prompts_per_step} prompts x {stage.num_generations} generations = "
                 f"{rows_a_step} sequences per step; {stage.epochs} epoch(s) x {updates} "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import resource
 from collections.abc import Callable
 from pathlib import Path
@@ -143,8 +145,25 @@ def test_counts_are_those_of_the_file(tmp_path: Path, model: Path) -> None:
     assert f"{320 / train:.1f} passes over {train} problems" in arithmetic(
         data.config.stages["sft"], data
     )
-    calls, batches = estimator(data).sampled(data.config.stages["it"])
-    assert [rows.number for rows in calls] == [held, 4 * held] and batches == 1
+    passes = estimator(data).work(data.config.stages["it"]).passes
+    sampled = [(each.rows.number, each.times) for each in passes if each.sampled]
+    assert sampled == [(held, 1), (4 * held, 1)]
+
+
+@pytest.mark.parametrize("permille", [1, 999])
+def test_a_split_without_problems_has_a_plan(tmp_path: Path, model: Path, permille: int) -> None:
+    """What is wrong with it, the run says; the plan counts no problems."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{i}", "answer": "1"}) + "\n" for i in range(3)))
+    kinds = ("evaluate", "sft", "reward_model", "process_reward_model", "rl", "transform")
+    stages = {kind: {"kind": kind, "inputs": {"model": "base"}} for kind in kinds}
+    stages["transform"]["generation"] = {"max_response_length": 16}  # type: ignore[assignment]
+    task = {"name": "jsonl", "path": str(path), "held_out_permille": permille}
+    data = run_data(tmp_path, stages, model, task=task)
+    assert 0 in (data.count("held_out", 1), data.count("train", 1))
+    assert all(arithmetic(stage, data) for stage in data.config.stages.values())
+    found = estimate_run(data, tmp_path, kinds, "transformers", 64, "cpu")
+    assert list(found["stages"]) == [*kinds] and math.isfinite(found["total"]["seconds"])
 
 
 def test_preferences_are_split_as_the_run_splits_them(tmp_path: Path, model: Path) -> None:
@@ -153,8 +172,9 @@ def test_preferences_are_split_as_the_run_splits_them(tmp_path: Path, model: Pat
     path.write_text("".join(json.dumps({"prompt": f"P{i}"} | row) + "\n" for i in range(50)))
     stage = {"kind": "preference", "inputs": {"model": "base"}, "data": str(path), "epochs": 2}
     data = run_data(tmp_path, {"it": stage}, model)
-    found = data.preferences(data.config.stages["it"])  # type: ignore[arg-type]
-    assert found == (40, 10, 2 * 3, 0, 10)
+    found = data.judged(data.config.stages["it"])  # type: ignore[arg-type]
+    assert (found.train, found.held_out, found.steps) == (40, 10, 2 * 3)
+    assert (found.sampled, found.tokens) == (0, 10)
 
 
 def test_responses_are_as_long_as_the_limit_until_an_sft_stage(tmp_path: Path, model: Path) -> None:
@@ -372,16 +392,10 @@ def test_other_benchmarks_are_not_estimated_rather_than_for_nothing(
     assert any("lm-eval or inspect-ai takes is known only" in note for note in found["notes"])
 
 
-def slow_clock(step: float) -> Callable[[], float]:
-    """A clock that has moved by `step` each time it is read."""
-    now = 0.0
-
-    def read() -> float:
-        nonlocal now
-        now += step
-        return now
-
-    return read
+def slow_clock(step: float, start: float = 0.0) -> Callable[[], float]:
+    """A clock that has moved by `step` each time it is read, the first time by `start` more."""
+    times = itertools.chain([0.0], itertools.count(start + step, step))
+    return lambda: next(times)
 
 
 @pytest.mark.parametrize("step", [0.05, 0.2, 1.0, 10.0])
@@ -393,6 +407,13 @@ def test_measuring_ends_in_time_however_slow_the_machine_is(step: float) -> None
     assert rates.measured["seconds"] <= max(BUDGET_S, 12 * step), "12: one per piece, no loops"
     assert min(rates.train_flops, rates.forward_flops, rates.bytes_s) > 0
     assert torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize("start", [1.4, 2.4, 4.0])
+def test_rates_are_finite_when_the_probe_takes_long_to_build(start: float) -> None:
+    runtime = ModelRuntime.from_config(ModelSection(dtype="float32", device="cpu"))
+    rates = measure(runtime, slow_clock(0.1, start))
+    assert all(math.isfinite(value) for value in rates.measured.values())
 
 
 def test_a_machine_is_measured_in_time() -> None:

@@ -276,5 +276,5 @@ def test_plan_counts_rows_and_steps(folder: Path) -> None:
     assert "4 round(s) x 8 problems x 4 answers = 128 sampled" in text and "7 optimizer" in text
     stage = online.stages["it"]
     assert isinstance(stage, PreferenceStage)
-    found = data.preferences(stage)
+    found = data.judged(stage)
     assert (found.steps, found.train, found.sampled) == (7, 4 * 8 * 2, 128)
