@@ -56,7 +56,7 @@ def kept_for_backward(
     at a time, and the gradient of the output layer.
     """
     micro = min(rows.micro, rows.number)
-    numbers = float(sum(width for _, width in shape.linears))
+    numbers = float(shape.linear_width)
     if not on_gpu:
         numbers += shape.layers * shape.heads * (rows.prompt + rows.longest) * (1 + FLOAT / each)
     if checkpointing:

@@ -6,6 +6,7 @@ architecture that transformers knows is counted by its own code.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from transformers.pytorch_utils import Conv1D
 
 from posttrain.core.config.sections import LoraSection, ModelSection
+from posttrain.core.models.lora import adaptable, kind_of
 from posttrain.core.models.source import BUNDLED_ID, bundled_gguf, known_folder
 
 
@@ -25,8 +27,9 @@ class ModelShape:
     """Parameters and widths of a causal language model.
 
     `head` is 0 if the output layer shares the embedding's weights. `idle` parameters belong to
-    experts that a token does not use. `linears` has the name and the inputs plus outputs of each
-    linear layer except the output layer; `kv_width` counts keys and values of one layer.
+    experts that a token does not use. `linear_width` is the sum of inputs and outputs of all linear
+    layers except the output layer, `adaptable` has those of each weight that LoRA reaches, by its
+    kind; `kv_width` counts keys and values of one layer.
     """
 
     total: int
@@ -39,7 +42,8 @@ class ModelShape:
     heads: int
     attention_width: int
     kv_width: int
-    linears: tuple[tuple[str, int], ...]
+    linear_width: int
+    adaptable: tuple[tuple[str, int], ...]
 
     @property
     def active(self) -> int:
@@ -55,7 +59,7 @@ class ModelShape:
             return self.total if head else self.total - self.head + self.hidden
         names = None if lora.targets == "all" else lora.targets
         return lora.rank * sum(
-            width for name, width in self.linears if names is None or name.split(".")[-1] in names
+            width for kind, width in self.adaptable if names is None or kind in names
         )
 
 
@@ -83,7 +87,10 @@ def shape_of(config: Any) -> ModelShape:  # Any: every architecture has its own 
     experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
     available = getattr(text, "num_local_experts", 0) or getattr(text, "num_experts", 0)
     used = getattr(text, "num_experts_per_tok", None) or available
-    linears = {n: m for n, m in model.named_modules() if isinstance(m, Linear | Conv1D)}
+    linears = [m for m in model.modules() if isinstance(m, Linear | Conv1D) and m is not output]
+    layers, fused = adaptable(model)
+    weights = [(kind_of(name), model.get_submodule(name).weight.shape) for name in layers]
+    weights += [(kind_of(name), model.get_parameter(name).shape) for name in fused]
     return ModelShape(
         total=sum(parameter.numel() for parameter in model.parameters()),
         embedding=embedding.numel(),
@@ -95,7 +102,9 @@ def shape_of(config: Any) -> ModelShape:  # Any: every architecture has its own 
         heads=heads,
         attention_width=heads * head_size,
         kv_width=2 * (getattr(text, "num_key_value_heads", None) or heads) * head_size,
-        linears=tuple((n, sum(m.weight.shape)) for n, m in linears.items() if m is not output),
+        linear_width=sum(sum(layer.weight.shape) for layer in linears),
+        # [experts, out, in]: factors of each expert
+        adaptable=tuple((kind, sum(w[-2:]) * math.prod(w[:-2])) for kind, w in weights),
     )
 
 

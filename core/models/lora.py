@@ -352,28 +352,19 @@ def check_targets(folder: Path | None, section: LoraSection, place: str) -> None
 
 
 def _targets(model: PreTrainedModel, wanted: Iterable[str] | str) -> tuple[list[str], list[str]]:
-    """Full names of the backbone's linear layers, and of weights of fused experts, to be adapted.
+    """Full names of the linear layers, and of the weights of fused experts, to be adapted.
 
-    `wanted` are the last parts of their names, or `all`.
+    `wanted` are kinds of them (`kind_of`), or `all`.
     """
-    from transformers.pytorch_utils import Conv1D
-
-    linear = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear | Conv1D) and _in_backbone(model, name)
-        # A model's own kind of linear layer may return more than a product (Llama 4's router).
-        if not type(module).__module__.startswith("transformers.models.")
-    ]
+    linear, experts = adaptable(model)
     if not linear:
         raise ConfigError(
             f"lora finds no linear layers in model type '{model.config.model_type}': train all "
             "weights with lora: null"
         )
-    experts = _fused_experts(model, linear)
     if wanted == "all":
         return linear, experts
-    kinds = sorted({_kind(name) for name in (*linear, *experts)})
+    kinds = sorted({kind_of(name) for name in (*linear, *experts)})
     unknown = sorted(set(wanted) - set(kinds))
     if unknown:
         raise ConfigError(
@@ -383,27 +374,32 @@ def _targets(model: PreTrainedModel, wanted: Iterable[str] | str) -> tuple[list[
         )
     chosen = set(wanted)
     return (
-        [name for name in linear if _kind(name) in chosen],
-        [name for name in experts if _kind(name) in chosen],
+        [name for name in linear if kind_of(name) in chosen],
+        [name for name in experts if kind_of(name) in chosen],
     )
 
 
-def _kind(name: str) -> str:
+def adaptable(model: PreTrainedModel) -> tuple[list[str], list[str]]:
+    """Full names of the backbone's linear layers, and of its weights [experts, ...]."""
+    from transformers.pytorch_utils import Conv1D
+
+    linear, experts = [], []
+    for owner, module in model.named_modules():
+        if not _in_backbone(model, owner):
+            continue
+        # A model's own kind of linear layer may return more than a product (Llama 4's router).
+        own_kind = type(module).__module__.startswith("transformers.models.")
+        if isinstance(module, torch.nn.Linear | Conv1D) and not own_kind:
+            linear.append(owner)
+        elif "expert" in f"{owner}.{type(module).__name__}".lower():
+            weights = module.named_parameters(recurse=False)
+            experts += [f"{owner}.{name}" for name, weight in weights if weight.dim() == 3]
+    return linear, experts
+
+
+def kind_of(name: str) -> str:
     """What users call a layer or a weight: the last part of its name that says what it is."""
     return name.removesuffix(".weight").rpartition(".")[2]
-
-
-def _fused_experts(model: PreTrainedModel, linear: Sequence[str]) -> list[str]:
-    """Full names of the weights that hold all experts of a layer: [experts, ...]."""
-    known = set(linear)
-    return [
-        f"{owner}.{name}"
-        for owner, module in model.named_modules()
-        if owner not in known and _in_backbone(model, owner)
-        if "expert" in f"{owner}.{type(module).__name__}".lower()
-        for name, parameter in module.named_parameters(recurse=False)
-        if parameter.dim() == 3
-    ]
 
 
 def _in_backbone(model: PreTrainedModel, name: str) -> bool:
