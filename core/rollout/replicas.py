@@ -75,10 +75,6 @@ async def obituaries(replicas: Sequence[Replica]) -> str:
     return "\n".join(await asyncio.gather(*(replica.obituary() for replica in replicas)))
 
 
-def nothing_to_check() -> None:
-    """A check that never stops anything."""
-
-
 class LoopThread(EventLoop):
     """An event loop in a thread of its own, with one HTTP client on it."""
 
