@@ -43,31 +43,21 @@ def fork(
             metavar="RUN",
             help="Id that `posttrain run` printed, or its start.",
             autocompletion=complete.runs,
-            show_default=False,
         ),
     ] = None,
-    step: Annotated[
-        int | None,
-        typer.Option("--step", min=1, help="Last step that is shared.", show_default=False),
-    ] = None,
+    step: Annotated[int | None, typer.Option(min=1, help="Last step that is shared.")] = None,
     stage: Annotated[
         str | None,
         typer.Option(
-            "--stage",
             help="Stage that is forked; without --step, the fork is before its first step.",
             autocompletion=complete.stages,
-            show_default=False,
         ),
     ] = None,
     overrides: SetOption = None,
     seeds: Annotated[
         int | None,
         typer.Option(
-            "--seeds",
-            min=1,
-            max=1000,
-            help="So many forks, each with draws of its own after the step.",
-            show_default=False,
+            min=1, max=1000, help="So many forks, each with draws of its own after the step."
         ),
     ] = None,
     dry_run: Annotated[
@@ -103,7 +93,7 @@ def fork(
         for seed in numbers
     ]
     for note in forks[0].notes:
-        context.console().print(f"note: {note}", markup=False)
+        context.say(f"note: {note}")
     if dry_run:
         return _planned(forks, context)
     return _run(forks, context, plain=plain)
@@ -121,7 +111,7 @@ def _planned(forks: list[Fork], context: CommandContext) -> Result:
         plan = planned(resolved, manager, context.home, context.store)
         console = context.console()
         if made.seed is not None:
-            console.print(f"seed {made.seed}:", markup=False)
+            context.say(f"seed {made.seed}:")
         print_stages(plan.stages, console, why=False)
         if plan.estimates:
             print_estimates(plan, console)
@@ -159,7 +149,7 @@ def _run_one(made: Fork, context: CommandContext, *, plain: bool) -> RunResult:
 
     server = OwnServer(context.home)
     if made.seed is not None:
-        context.console().print(f"\nfork with seed {made.seed}", markup=False)
+        context.say(f"\nfork with seed {made.seed}")
     result, _, _ = run_configs(
         [made.config],
         made.overrides,

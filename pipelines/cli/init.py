@@ -53,13 +53,11 @@ def init(
         Path, typer.Argument(metavar="DIR", help="Folder for the config; made if missing.")
     ] = Path("."),
     model: Annotated[
-        str | None,
-        typer.Option("--model", help="Base model: hub id, folder or models:/NAME@alias."),
+        str | None, typer.Option(help="Base model: hub id, folder or models:/NAME@alias.")
     ] = None,
     data: Annotated[
         str | None,
         typer.Option(
-            "--data",
             metavar="FILE|TASK",
             help="Your file, hub:owner/name, or a task such as arithmetic or gsm8k.",
             autocompletion=lambda incomplete: complete.files(incomplete, DATA_SUFFIXES),
@@ -67,23 +65,17 @@ def init(
     ] = None,
     method: Annotated[
         str | None,
-        typer.Option(
-            "--method", help=f"{', '.join(METHODS)}.", autocompletion=lambda: list(METHODS)
-        ),
+        typer.Option(help=f"{', '.join(METHODS)}.", autocompletion=lambda: list(METHODS)),
     ] = None,
     reward: Annotated[
         str | None,
         typer.Option(
-            "--reward",
-            metavar="NAME[,field=value]",
-            help="What rl rewards.",
-            autocompletion=complete.plugins,
+            metavar="NAME[,field=value]", help="What rl rewards.", autocompletion=complete.plugins
         ),
     ] = None,
     teacher: Annotated[
         str | None,
         typer.Option(
-            "--teacher",
             metavar="MODEL",
             help="With distill: the larger model, a folder, of the same tokenizer or another.",
             autocompletion=lambda incomplete: complete.files(incomplete, ()),
@@ -91,9 +83,7 @@ def init(
     ] = None,
     length: Annotated[
         str | None,
-        typer.Option(
-            "--length", help=f"{', '.join(LENGTHS)}.", autocompletion=lambda: list(LENGTHS)
-        ),
+        typer.Option(help=f"{', '.join(LENGTHS)}.", autocompletion=lambda: list(LENGTHS)),
     ] = None,
     yes: Annotated[
         bool, typer.Option("--yes", "-y", help="Ask nothing; take the defaults.")
@@ -336,27 +326,24 @@ def _write(path: Path, text: str, manager: PluginManager) -> None:
 
 
 def _done(context: CommandContext, path: Path, plan: Plan, found: _Data) -> Result:
-    console = context.console()
     if found.found is not None:
         taken = found.found.taken
-        console.print(
-            f"{found.found.source}: {found.found.rows} rows, {taken.format}, because {taken.why}",
-            markup=False,
+        context.say(
+            f"{found.found.source}: {found.found.rows} rows, {taken.format}, because {taken.why}"
         )
         if found.found.num_problems:
-            console.print(
+            context.say(
                 f"{found.found.num_problems} row(s) have problems, such as: "
-                f"{found.found.problems[0]} (posttrain data show {found.found.source})",
-                markup=False,
+                f"{found.found.problems[0]} (posttrain data show {found.found.source})"
             )
-    console.print(f"wrote {path} and {path.with_name(SCHEMA_FILE)}", markup=False)
-    console.print("next:", markup=False)
+    context.say(f"wrote {path} and {path.with_name(SCHEMA_FILE)}")
+    context.say("next:")
     for name, about in (
         ("validate", "check everything, model and data included"),
         ("plan", "what would run; time, memory and disk"),
         ("run", "run it; the same command continues after an interruption"),
     ):
-        console.print(f"  posttrain {name} {path}   # {about}", markup=False)
+        context.say(f"  posttrain {name} {path}   # {about}")
     return Result(
         {
             "status": "ok",

@@ -39,25 +39,21 @@ def inspect(
     context: CommandContext,
     run: RunArgument,
     step: Annotated[
-        int | None, typer.Option("--step", min=1, help="Step to look at; without it, a list.")
+        int | None, typer.Option(min=1, help="Step to look at; without it, a list.")
     ] = None,
     stage: Annotated[
         str | None,
         typer.Option(
-            "--stage",
             help="Stage that trains; left out, the only one of kind rl or distill.",
             autocompletion=complete.stages,
         ),
     ] = None,
     what_if: Annotated[
         list[str] | None,
-        typer.Option(
-            "--what-if", metavar="LOSS[@AGGREGATOR]", help="Another loss to compare with."
-        ),
+        typer.Option(metavar="LOSS[@AGGREGATOR]", help="Another loss to compare with."),
     ] = None,
     out: Annotated[
-        Path | None,
-        typer.Option("--out", help="The page.  \\[default: HOME/reports/...]", show_default=False),
+        Path | None, typer.Option(help="The page.  \\[default: HOME/reports/...]")
     ] = None,
 ) -> Result:
     """Show what each token of a past step got from its loss, and would get from another.

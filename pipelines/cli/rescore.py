@@ -32,7 +32,6 @@ def rescore(
     reward: Annotated[
         list[str] | None,
         typer.Option(
-            "--reward",
             metavar="NAME[,field=value][:weight]",
             help="A reward with its fields and weight; give it several times.",
         ),
