@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import math
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -99,7 +99,8 @@ def application(sessions: Sessions) -> Starlette:
         value: Any = given.get("value")  # Any: JSON values
         call: Any = given.get("call")
         numeric = isinstance(value, int | float) and not isinstance(value, bool)
-        if not numeric or not math.isfinite(value) or not (call is None or type(call) is int):
+        fits = numeric and abs(value) <= sys.float_info.max  # which neither NaN nor 10^400 does
+        if not fits or not (call is None or type(call) is int):
             wanted = 'expected {"value": 1.0}, or {"value": 1.0, "call": 0}'
             raise Refused(400, "invalid_reward", wanted)
         session.give_reward(float(value), call)
@@ -183,7 +184,7 @@ async def _answered(request: Request, session: Session, asked: ChatRequest, form
 def _is_retry(request: Request) -> bool:
     """Whether the client marks the request as one that it made before."""
     count = request.headers.get("x-stainless-retry-count", "0")
-    return MARK in request.headers or (count.isdigit() and int(count) > 0)
+    return MARK in request.headers or (count.isdecimal() and int(count) > 0)
 
 
 async def _events(

@@ -33,10 +33,12 @@ def read_response(body: object, digest: str) -> ChatRequest:
             raise Refused(
                 400, f"unsupported_{name}", f"{name}: send the whole input, and wait for the answer"
             )
-    shape = body.get("text")
+    shape, tools = body.get("text"), body.get("tools") or []
+    if not isinstance(tools, list):
+        raise Refused(400, "invalid_tools", "tools: expected a list")
     made: Json = {
         "messages": _messages(body),
-        "tools": [_tool(tool) for tool in body.get("tools") or ()],
+        "tools": [_tool(tool) for tool in tools],
         "max_tokens": body.get("max_output_tokens"),
         "tool_choice": body.get("tool_choice"),
         "response_format": shape.get("format") if isinstance(shape, Mapping) else None,
