@@ -101,13 +101,8 @@ SetOption = Annotated[
         "--set", metavar="A.B=C", help="Override one value, for instance stages.rl.steps=3."
     ),
 ]
-RunArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="RUN",
-        help="Id that `posttrain run` printed, or its start.",
-        autocompletion=complete.runs,
-    ),
+PlainOption = Annotated[
+    bool, typer.Option("--plain", help="One line per step instead of a live display.")
 ]
 MAX_LINE = 1200
 LOG_WIDTH = 160

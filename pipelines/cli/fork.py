@@ -11,6 +11,7 @@ from posttrain.pipelines.cli import complete
 from posttrain.pipelines.cli.common import (
     EPILOG_CODES,
     CommandContext,
+    PlainOption,
     Result,
     SetOption,
     command,
@@ -18,7 +19,6 @@ from posttrain.pipelines.cli.common import (
 from posttrain.pipelines.cli.reports import OutOption, give
 
 if TYPE_CHECKING:
-    from posttrain.core.store.artifacts import RunResult
     from posttrain.pipelines.api.fork import Fork
 
 EPILOG = (
@@ -67,9 +67,7 @@ def fork(
         bool, typer.Option("--tree", help="Draw which runs of the home were forked from which.")
     ] = False,
     out: OutOption = None,
-    plain: Annotated[
-        bool, typer.Option("--plain", help="One line per step instead of a live display.")
-    ] = False,
+    plain: PlainOption = False,
 ) -> Result:
     """Start a run that shares the first steps of another one and goes on under changed settings.
 
@@ -121,14 +119,28 @@ def _planned(forks: list[Fork], context: CommandContext) -> Result:
 
 def _run(forks: list[Fork], context: CommandContext, *, plain: bool) -> Result:
     """Run one fork after another; all stages before the fork are done by then."""
+    from posttrain.pipelines.api.calls import run_configs
+    from posttrain.pipelines.cli.run import shown
+    from posttrain.pipelines.run.prefect_server import OwnServer
+    from posttrain.pipelines.run.summary import print_summary, to_json
+
     done = []
     for made in forks:
-        result = _run_one(made, context, plain=plain)
+        server = OwnServer(context.home)
+        if made.seed is not None:
+            context.say(f"\nfork with seed {made.seed}")
+        result, _, _ = run_configs(
+            [made.config],
+            made.overrides,
+            context.home,
+            context.store,
+            lambda: shown(as_json=context.as_json, plain=plain),
+            server,
+        )
+        print_summary(result, context.console())
         done.append((made, result))
         if result.status != "completed":
             break
-    from posttrain.pipelines.run.summary import to_json
-
     rows = [{**to_json(result), "forked_from": made.to_json()} for made, result in done]
     status = done[-1][1].status
     if not context.as_json and status == "completed":
@@ -139,24 +151,3 @@ def _run(forks: list[Fork], context: CommandContext, *, plain: bool) -> Result:
         print(f"  posttrain fork --tree {given}".rstrip())
     values = rows[0] if len(forks) == 1 else {"status": status, "runs": rows}
     return Result(values, exit_code=0 if status == "completed" else 1)
-
-
-def _run_one(made: Fork, context: CommandContext, *, plain: bool) -> RunResult:
-    from posttrain.pipelines.api.calls import run_configs
-    from posttrain.pipelines.cli.run import shown
-    from posttrain.pipelines.run.prefect_server import OwnServer
-    from posttrain.pipelines.run.summary import print_summary
-
-    server = OwnServer(context.home)
-    if made.seed is not None:
-        context.say(f"\nfork with seed {made.seed}")
-    result, _, _ = run_configs(
-        [made.config],
-        made.overrides,
-        context.home,
-        context.store,
-        lambda: shown(as_json=context.as_json, plain=plain),
-        server,
-    )
-    print_summary(result, context.console())
-    return result

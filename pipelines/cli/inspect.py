@@ -9,14 +9,8 @@ import typer
 
 from posttrain.core.errors import ConfigError
 from posttrain.pipelines.cli import complete
-from posttrain.pipelines.cli.common import (
-    EPILOG_CODES,
-    CommandContext,
-    Result,
-    RunArgument,
-    command,
-)
-from posttrain.pipelines.cli.reports import give, open_run, result_of
+from posttrain.pipelines.cli.common import EPILOG_CODES, CommandContext, Result, command
+from posttrain.pipelines.cli.reports import RunArgument, give, open_run, result_of
 
 EPILOG = (
     "Examples:\n\n"

@@ -6,14 +6,8 @@ from typing import Annotated
 
 import typer
 
-from posttrain.pipelines.cli.common import (
-    EPILOG_CODES,
-    CommandContext,
-    Result,
-    RunArgument,
-    command,
-)
-from posttrain.pipelines.cli.reports import StageOption, open_run
+from posttrain.pipelines.cli.common import EPILOG_CODES, CommandContext, Result, command
+from posttrain.pipelines.cli.reports import RunArgument, StageOption, open_run
 
 EPILOG = (
     "Examples:\n\n"

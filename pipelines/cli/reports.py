@@ -15,6 +15,14 @@ if TYPE_CHECKING:
     from posttrain.core.analysis.report import Report
     from posttrain.pipelines.analysis.past_run import PastRun
 
+RunArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN",
+        help="Id that `posttrain run` printed, or its start.",
+        autocompletion=complete.runs,
+    ),
+]
 OutOption = Annotated[
     Path | None,
     typer.Option(

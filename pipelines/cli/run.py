@@ -17,6 +17,7 @@ from posttrain.pipelines.cli.common import (
     EPILOG_CODES,
     CommandContext,
     ConfigsArgument,
+    PlainOption,
     Result,
     SetOption,
     command,
@@ -58,9 +59,7 @@ def run(
     no_cache: Annotated[
         bool, typer.Option("--no-cache", help="Compute every stage, also those already computed.")
     ] = False,
-    plain: Annotated[
-        bool, typer.Option("--plain", help="One line per step instead of a live display.")
-    ] = False,
+    plain: PlainOption = False,
     approve: Annotated[
         list[str] | None,
         typer.Option(metavar="STAGE", help="Answer this gate with yes; all = every gate."),

@@ -12,6 +12,7 @@ from posttrain.pipelines.cli.common import (
     EPILOG_CODES,
     CommandContext,
     ConfigsArgument,
+    PlainOption,
     Result,
     SetOption,
     command,
@@ -83,9 +84,7 @@ def sweep(
             "(POSTTRAIN_RAY_ADDRESS), or config (cluster.ray.address).",
         ),
     ] = None,
-    plain: Annotated[
-        bool, typer.Option("--plain", help="One line per step instead of a live display.")
-    ] = False,
+    plain: PlainOption = False,
 ) -> Result:
     """Run the variants of a config as branches of one DAG, and compare them with the base."""
     from posttrain.pipelines.sweep.sweeping import SweepOptions, planned_sweep, run_sweep
