@@ -220,6 +220,7 @@ def _option(name: str, annotation: object, default: object) -> inspect.Parameter
     return inspect.Parameter(name, kind, default=default, annotation=annotation)
 
 
+@dataclass(frozen=True, kw_only=True)
 class Boundary(contextlib.AbstractContextManager[None]):
     """Turns what goes wrong in a command into one sentence on stderr and an exit code.
 
@@ -227,16 +228,10 @@ class Boundary(contextlib.AbstractContextManager[None]):
     goes to a file under `log_home` if that folder exists; else the message names `--debug`.
     """
 
-    def __init__(
-        self,
-        *,
-        as_json: bool = False,
-        debug: bool = False,
-        log_home: Path | None = None,
-        interrupted: str = "interrupted",
-    ) -> None:
-        self.interrupted = interrupted
-        self.as_json, self.debug, self.log_home = as_json, debug, log_home
+    as_json: bool = False
+    debug: bool = False
+    log_home: Path | None = None
+    interrupted: str = "interrupted"
 
     def __exit__(
         self,

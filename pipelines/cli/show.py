@@ -5,8 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import textwrap
-from collections.abc import Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -140,7 +138,10 @@ def stage_example(kind: str, stage: type[StageBase]) -> tuple[str, str]:
     """
     from posttrain.core.config.loading import shipped_configs
 
-    for name, path in _simplest_first(shipped_configs().items()):
+    simplest_first = sorted(
+        shipped_configs().items(), key=lambda item: (item[0] != "quickstart", item[0].count("/"))
+    )
+    for name, path in simplest_first:
         found = _cut_out(path.read_text("utf-8"), kind)
         if found:
             return found, name
@@ -151,10 +152,6 @@ def stage_example(kind: str, stage: type[StageBase]) -> tuple[str, str]:
         if field.is_required() and name != "kind":
             lines.append(f"  {name}: {json.dumps(field.examples[0]) if field.examples else '...'}")
     return "\n".join(lines), ""
-
-
-def _simplest_first(configs: Iterable[tuple[str, Path]]) -> list[tuple[str, Path]]:
-    return sorted(configs, key=lambda item: (item[0] != "quickstart", item[0].count("/")))
 
 
 def _cut_out(text: str, kind: str) -> str:
