@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import math
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from posttrain.core.gateway.responses import as_chat, response_json
+from posttrain.core.gateway.responses import read_response, response_json
 from posttrain.core.gateway.session import MODEL, Session
 from posttrain.core.gateway.wire import (
     Answer,
@@ -38,6 +38,7 @@ LOOK_S = 0.5
 logger = logging.getLogger(__name__)
 Json = dict[str, Any]  # Any: JSON values
 Handler = Callable[[Request], Awaitable[Response]]
+Form = Callable[[Answer, ChatRequest], Json]
 
 
 class Sessions:
@@ -77,23 +78,13 @@ class Sessions:
 def application(sessions: Sessions) -> Starlette:
     """The routes of all episodes; nothing else can be reached."""
 
-    async def chat(request: Request) -> Response:
-        session, raw = sessions.of(request), await _body(request)
-        asked = read_chat(_json(raw), digest_of("chat", raw, request.headers.get(MARK, "")))
-        return await _answered(request, session, asked, chat_json)
+    def asking(kind: str, read: Callable[[object, str], ChatRequest], form: Form) -> Handler:
+        async def asked(request: Request) -> Response:
+            session, raw = sessions.of(request), await _body(request)
+            digest = digest_of(kind, raw, request.headers.get(MARK, ""))
+            return await _answered(request, session, read(_json(raw), digest), form)
 
-    async def completions(request: Request) -> Response:
-        session, raw = sessions.of(request), await _body(request)
-        asked = read_completion(_json(raw), digest_of("text", raw, request.headers.get(MARK, "")))
-        if asked.stream:
-            raise Refused(400, "unsupported_stream", "stream: only chat completions are streamed")
-        return await _answered(request, session, asked, completion_json)
-
-    async def responses(request: Request) -> Response:
-        session, raw = sessions.of(request), await _body(request)
-        digest = digest_of("responses", raw, request.headers.get(MARK, ""))
-        asked = read_chat(as_chat(_json(raw)), digest)
-        return await _answered(request, session, asked, lambda answer, _: response_json(answer))
+        return asked
 
     async def models(request: Request) -> Response:
         session = sessions.of(request)
@@ -108,7 +99,8 @@ def application(sessions: Sessions) -> Starlette:
         value: Any = given.get("value")  # Any: JSON values
         call: Any = given.get("call")
         numeric = isinstance(value, int | float) and not isinstance(value, bool)
-        if not numeric or not math.isfinite(value) or not (call is None or type(call) is int):
+        fits = numeric and abs(value) <= sys.float_info.max  # which neither NaN nor 10^400 does
+        if not fits or not (call is None or type(call) is int):
             wanted = 'expected {"value": 1.0}, or {"value": 1.0, "call": 0}'
             raise Refused(400, "invalid_reward", wanted)
         session.give_reward(float(value), call)
@@ -135,9 +127,9 @@ def application(sessions: Sessions) -> Starlette:
 
     return Starlette(
         routes=[
-            *route("/chat/completions", chat),
-            *route("/completions", completions),
-            *route("/responses", responses),
+            *route("/chat/completions", asking("chat", read_chat, chat_json)),
+            *route("/completions", asking("text", read_completion, completion_json)),
+            *route("/responses", asking("responses", read_response, response_json)),
             *route("/models", models, "GET"),
             *route("/reward", reward),
         ],
@@ -170,20 +162,13 @@ def _json(raw: bytes) -> object:
         raise Refused(400, "invalid_json", f"the body is not JSON: {error}") from error
 
 
-async def _answered(
-    request: Request,
-    session: Session,
-    asked: ChatRequest,
-    form: Callable[[Answer, ChatRequest], Json],
-) -> Response:
+async def _answered(request: Request, session: Session, asked: ChatRequest, form: Form) -> Response:
     retried = _is_retry(request)
     work = asyncio.get_running_loop().create_task(session.answer(asked, retried=retried))
     if asked.stream:
-        first = await _first(work)
-        if first is not None:  # an error is not streamed
-            session.deliver(asked, first)
-            pieces = chat_pieces(first, asked)
-            return StreamingResponse(_each(pieces), media_type="text/event-stream")
+        await asyncio.wait({work}, timeout=LOOK_S)
+        if work.done():  # an error that comes soon is not streamed
+            session.deliver(asked, work.result())
         events = _events(work, session, asked)
         return StreamingResponse(events, media_type="text/event-stream")
     while not work.done():
@@ -199,18 +184,7 @@ async def _answered(
 def _is_retry(request: Request) -> bool:
     """Whether the client marks the request as one that it made before."""
     count = request.headers.get("x-stainless-retry-count", "0")
-    return MARK in request.headers or (count.isdigit() and int(count) > 0)
-
-
-async def _first(work: asyncio.Task[Answer]) -> Answer | None:
-    """The answer, or its error, if it comes soon."""
-    await asyncio.wait({work}, timeout=LOOK_S)
-    return work.result() if work.done() else None
-
-
-async def _each(pieces: Any) -> AsyncIterator[str]:
-    for piece in pieces:
-        yield piece
+    return MARK in request.headers or (count.isdecimal() and int(count) > 0)
 
 
 async def _events(

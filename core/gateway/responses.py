@@ -6,17 +6,25 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from posttrain.core.gateway.wire import NOT_SAMPLED, Answer, Refused, chat_message
+from posttrain.core.gateway.wire import (
+    NOT_SAMPLED,
+    Answer,
+    ChatRequest,
+    Refused,
+    chat_message,
+    read_chat,
+)
 
 Json = dict[str, Any]  # Any: JSON values
 LATER = ("previous_response_id", "conversation", "background", "stream")
 """Fields by which a request would be another one than it says, or be answered otherwise."""
 
 
-def as_chat(body: object) -> Json:
-    """The request as `/chat/completions` takes it; raises `Refused` with the field and the reason.
+def read_response(body: object, digest: str) -> ChatRequest:
+    """A request to `/responses`; raises `Refused` with the field and the reason.
 
-    What the assistant said and the calls that follow it are one message.
+    It is read as `/chat/completions` would take it: what the assistant said and the calls that
+    follow it are one message.
     """
     if not isinstance(body, dict):
         raise Refused(400, "invalid_json", "the body: expected a JSON object")
@@ -25,15 +33,18 @@ def as_chat(body: object) -> Json:
             raise Refused(
                 400, f"unsupported_{name}", f"{name}: send the whole input, and wait for the answer"
             )
-    shape = body.get("text")
+    shape, tools = body.get("text"), body.get("tools") or []
+    if not isinstance(tools, list):
+        raise Refused(400, "invalid_tools", "tools: expected a list")
     made: Json = {
         "messages": _messages(body),
-        "tools": [_tool(tool) for tool in body.get("tools") or ()],
+        "tools": [_tool(tool) for tool in tools],
         "max_tokens": body.get("max_output_tokens"),
         "tool_choice": body.get("tool_choice"),
         "response_format": shape.get("format") if isinstance(shape, Mapping) else None,
     }
-    return made | {name: body[name] for name in ("temperature", "top_p") if name in body}
+    made |= {name: body[name] for name in ("temperature", "top_p") if name in body}
+    return read_chat(made, digest)
 
 
 def _messages(body: Json) -> list[Json]:
@@ -83,7 +94,7 @@ def _tool(tool: object) -> Json:
     return {"type": "function", "function": {n: tool[n] for n in names if n in tool}}
 
 
-def response_json(answer: Answer) -> Json:
+def response_json(answer: Answer, request: ChatRequest) -> Json:
     """The answer's first choice as a response."""
     choice = answer.choices[0]
     message = chat_message(choice)

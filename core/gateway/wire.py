@@ -115,6 +115,8 @@ def read_completion(body: object, digest: str) -> ChatRequest:
         prompt = tuple(prompt)
     elif not isinstance(prompt, str) or not prompt:
         raise Refused(400, "invalid_prompt", "prompt: expected a text, or a list of token ids")
+    if given.get("stream") is True:
+        raise Refused(400, "unsupported_stream", "stream: only chat completions are streamed")
     return _request(given, digest, messages=(), tools=(), prompt=prompt)
 
 

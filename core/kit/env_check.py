@@ -205,7 +205,7 @@ async def _written(playing: Playing) -> tuple[Turns, Played, Episode, list[Messa
     tools = (*played.problem.tools, *played.opening.tools)
     ids = turns.prompt(played.problem, played.opening)
     chat = turns.chat(played.problem, played.opening)
-    episode = Episode(PromptGroup(played.problem, ids), None)
+    episode = Episode(PromptGroup(played.problem, ids), None, tools)
     for turn, answer in zip(played.said, played.answers, strict=True):
         if turn.ended:
             said = tokenizer.encode_answer(chat, turn.message, tools)
@@ -215,7 +215,7 @@ async def _written(playing: Playing) -> tuple[Turns, Played, Episode, list[Messa
         before = turns.after(episode, completion)
         if before.finish_reason is not None:
             break
-        after = turns.answered(before, completion, answer, tools, ROOM)
+        after = turns.answered(before, answer, ROOM)
         if after.finish_reason is not None:
             break
         episode, kept = after, len(before.token_ids)
@@ -273,13 +273,12 @@ async def _injection(playing: Playing) -> str:
     turns, played, episode, _ = await _written(playing)
     names = playing.subject.tokenizer.control.ids
     planted = " ".join(names)
-    tools = (*played.problem.tools, *played.opening.tools)
     # A character that the vocabulary lacks is the token for unknown ones, which controls nothing.
     control = set(names.values()) - {playing.subject.tokenizer.tokenizer.unk_token_id}
 
     def count(answer: Observation) -> int:
         first = replace(episode, segments=episode.segments[:1], counts={"turns": 1.0})
-        after = turns.answered(first, first.turns[0], answer, tools, ROOM)
+        after = turns.answered(first, answer, ROOM)
         return sum(token in control for token in after.segments[-1].token_ids)
 
     answer = replace(played.answers[0], done=False, truncated=False)

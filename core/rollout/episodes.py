@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any, Protocol, TypeVar
+from itertools import groupby
+from typing import Any, Protocol
 
 from posttrain.core.contracts import Environment, PromptGroup, RolloutEngine, SampledGroup
 from posttrain.core.contracts.rollout import Episode
@@ -12,7 +13,7 @@ from posttrain.core.data.problems import problem_from_json, problem_to_json
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import RunError
 from posttrain.core.rollout.answers import Answers, AnswersHere
-from posttrain.core.rollout.turns import Turns, completion_of, first_branches
+from posttrain.core.rollout.turns import Turns, completion_of, first_branches, so_far
 from posttrain.core.runtime.seeding import derive_seed
 from posttrain.core.types import Completion, Problem, SamplingParams
 
@@ -49,7 +50,6 @@ def generate_groups(
 
 
 Json = dict[str, Any]  # Any: JSON
-T = TypeVar("T")
 
 
 def prompt_to_json(prompt: PromptGroup) -> Json:
@@ -80,15 +80,16 @@ def groups_from_json(values: Sequence[Mapping[str, Any]]) -> list[SampledGroup]:
     return [
         SampledGroup(
             prompt_from_json(value["prompt"]),
-            tuple(_made(Completion, completion) for completion in value["completions"]),
+            tuple(map(_completion, value["completions"])),
         )
         for value in values
     ]
 
 
-def _made(cls: type[T], value: Mapping[str, Any]) -> T:
+def _completion(value: Mapping[str, Any]) -> Completion:
+    fields: Json = {k: tuple(v) if isinstance(v, list) else v for k, v in value.items()}
     try:
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in value.items()})
+        return Completion(**fields)
     except TypeError as error:
         raise _other_version(error) from error
 
@@ -171,12 +172,11 @@ class EpisodeRunner:
         if not episodes:
             return []
         seed = params.seed if number == 0 else derive_seed(params.seed, "turn", number)
-        prompts = [PromptGroup(e.prompt.problem, _so_far(e)) for e in episodes]
-        limits = [params.max_tokens - len(e.token_ids) for e in episodes]
-        runs = _runs(prompts)
-        same = runs[0][1] if len({count for _, count in runs}) == 1 else 1
-        firsts = range(0, len(prompts), same)
-        each = tuple(limits[i] for i in firsts)
+        # Neighbours with the same tokens, counted: what an engine computes once.
+        runs = {len([*alike]) for _, alike in groupby(map(so_far, episodes))}
+        same = runs.pop() if len(runs) == 1 else 1
+        firsts = episodes[::same]
+        each = tuple(params.max_tokens - len(e.token_ids) for e in firsts)
         request = replace(
             params,
             num_generations=same,
@@ -185,16 +185,14 @@ class EpisodeRunner:
             stop_strings=self.environment.stop_strings(),
             seed=seed,
         )
-        groups = generate_groups(engine, [prompts[i] for i in firsts], request)
+        prompts = [PromptGroup(e.prompt.problem, so_far(e)) for e in firsts]
+        groups = generate_groups(engine, prompts, request)
         turns = [completion for group in groups for completion in group.completions]
         after = [self.turns.after(e, turn) for e, turn in zip(episodes, turns, strict=True)]
         going = [index for index, episode in enumerate(after) if episode.finish_reason is None]
-        steps = [(after[i].state, self.turns.said(turns[i], after[i].tools)) for i in going]
+        steps = [(after[i].state, self.turns.said(after[i])) for i in going]
         for index, observation in zip(going, self.answers.to(steps), strict=True):
-            room = limits[index] - len(turns[index].token_ids)
-            after[index] = self.turns.answered(
-                after[index], turns[index], observation, after[index].tools, room
-            )
+            after[index] = self.turns.answered(after[index], observation, params.max_tokens)
         return after
 
 
@@ -228,18 +226,3 @@ def episode_metrics(groups: Sequence[SampledGroup]) -> dict[str, float]:
     if len(completions) > len(episodes):
         metrics["env/branches"] = len(completions) / len(episodes)
     return metrics
-
-
-def _so_far(episode: Episode) -> tuple[int, ...]:
-    return (*episode.prompt.prompt_ids, *episode.token_ids)
-
-
-def _runs(prompts: Sequence[PromptGroup]) -> list[tuple[PromptGroup, int]]:
-    """Neighbours with the same tokens, counted: what an engine computes once."""
-    runs: list[tuple[PromptGroup, int]] = []
-    for prompt in prompts:
-        if runs and runs[-1][0].prompt_ids == prompt.prompt_ids:
-            runs[-1] = (prompt, runs[-1][1] + 1)
-        else:
-            runs.append((prompt, 1))
-    return runs

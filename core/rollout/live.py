@@ -11,16 +11,9 @@ from typing import Any, TypeVar
 from posttrain.core.contracts import LiveEnvironment, Opening, PromptGroup
 from posttrain.core.contracts.rollout import Episode
 from posttrain.core.rollout.event_loop import CLOSE_S, within
-from posttrain.core.rollout.plays import (
-    EpisodeFailed,
-    EpisodeLimits,
-    Plays,
-    awaited,
-    described,
-)
+from posttrain.core.rollout.plays import EpisodeFailed, EpisodeLimits, Plays, described, next_turn
 from posttrain.core.rollout.submitting import Submitting
 from posttrain.core.rollout.turns import Turns, completion_of
-from posttrain.core.runtime.seeding import derive_seed
 from posttrain.core.types import Completion, Problem, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -56,7 +49,7 @@ class LiveRunner(Plays):
         self, submitting: Submitting, prompt: PromptGroup, params: SamplingParams, seed: int
     ) -> list[Completion]:
         opening = await self._step(self.live.reset(prompt.problem, seed), "reset")
-        state, episode = opening.state, Episode(prompt, opening.state)
+        episode = Episode(prompt, opening.state)
         try:
             opening = replace(opening, tools=(*self.live.schemas(), *opening.tools))
             ids = self.turns.prompt(prompt.problem, opening)
@@ -68,34 +61,21 @@ class LiveRunner(Plays):
                 )
             tools = (*prompt.problem.tools, *opening.tools)
             episode = replace(episode, prompt_ids=ids, tools=tools)
+            params = replace(params, max_tokens=room)
             while episode.finish_reason is None:
-                left = room - len(episode.token_ids)
-                number = len(episode.turns)
-                request = replace(
-                    params,
-                    num_generations=1,
-                    max_tokens=left,
-                    seed=derive_seed(seed, "turn", number),
-                )
-                asked = submitting.submit((*ids, *episode.token_ids), request)
-                turn = await awaited(asked)
-                episode = self.turns.after(episode, turn)
-                if episode.finish_reason is not None:
-                    break
-                said = self.turns.said(turn, tools)
-                observation = await self._step(self.live.step(state, said), "step")
-                state = observation.state
-                episode = self.turns.answered(
-                    episode, turn, observation, tools, left - len(turn.token_ids)
-                )
-            outcome = await self._scored(state)
+                episode = await next_turn(submitting, self.turns, episode, params, seed)
+                if episode.finish_reason is None:
+                    said = self.turns.said(episode)
+                    observation = await self._step(self.live.step(episode.state, said), "step")
+                    episode = self.turns.answered(episode, observation, room)
+            outcome = await self._scored(episode.state)
             episode = episode if outcome is None else replace(episode, reward=outcome)
         except EpisodeFailed as error:
             if not episode.turns:
                 raise
             episode = replace(episode, failed=str(error))
         finally:
-            await self._closed(state)
+            await self._closed(episode.state)
         return [completion_of(episode)]
 
     async def _step(self, call: Coroutine[Any, Any, T], what: str) -> T:

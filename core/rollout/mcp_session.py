@@ -12,16 +12,16 @@ import json
 import os
 import signal
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AbstractAsyncContextManager
 from typing import Any
 from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationError, model_validator
 
 from posttrain.core.contracts import PluginConfig, ToolResult
-from posttrain.core.errors import ResourceError, causes
+from posttrain.core.errors import ResourceError
 from posttrain.core.redaction import names_a_secret, redacted
 from posttrain.core.rollout.external import VariableName, variable
+from posttrain.core.rollout.plays import described, first_of
 
 INHERITED = ("HOME", "LOGNAME", "PATH", "SHELL", "TERM", "USER")
 """Variables of ours that a server's program gets; others are named."""
@@ -149,8 +149,9 @@ class McpSession:
     async def _hold(self, opened: asyncio.Future[Any]) -> None:
         from mcp import Client
 
+        transport = self._http() if self.server.url else self._stdio()
         try:
-            async with Client(self._transport(), cache=None) as client:
+            async with Client(transport, cache=None) as client:
                 opened.set_result(client)
                 await self._over.wait()
         except (Exception, asyncio.CancelledError) as error:
@@ -174,9 +175,6 @@ class McpSession:
         why = "; ".join(part for part in (self._why, last) if part)
         sentence = f"the MCP server '{self.server}' {what}{f': {why}' if why else ''}"
         return redacted(sentence)
-
-    def _transport(self) -> AbstractAsyncContextManager[Any]:
-        return self._http() if self.server.url else self._stdio()
 
     @contextlib.asynccontextmanager
     async def _http(self) -> AsyncIterator[Any]:
@@ -310,12 +308,8 @@ def _result(found: Any) -> tuple[ToolResult, int]:  # Any: a result of the libra
 
 def _reason(error: BaseException) -> str:
     """The first plain error of a group, in words."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    first = next(iter(causes(error)))
-    if isinstance(first, asyncio.CancelledError):
-        return ""
-    return " ".join(f"{type(first).__name__}: {first}".split())[:300]
+    first = first_of(error)
+    return "" if isinstance(first, asyncio.CancelledError) else described(first)
 
 
 def _signal(process: asyncio.subprocess.Process, number: int) -> None:

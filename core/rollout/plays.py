@@ -1,7 +1,7 @@
 """Episodes that do not wait for one another: each is a coroutine, and many run at once.
 
 `Plays` has what all kinds share: a loop in a thread of its own, limits, and what becomes of an
-episode that fails.
+episode that fails. Its plainest kinds are here; those of live environments are in `live.py`.
 """
 
 from __future__ import annotations
@@ -10,15 +10,17 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from posttrain.core.contracts import PromptGroup, RolloutEngine, SampledGroup
+from posttrain.core.contracts.rollout import Episode
 from posttrain.core.errors import PosttrainError, RunError
+from posttrain.core.rollout.episodes import EpisodeRunner
 from posttrain.core.rollout.event_loop import CLOSE_S, Blocked, EventLoop, within
+from posttrain.core.rollout.prompts import PromptEncoder
 from posttrain.core.rollout.submitting import Submitting
-from posttrain.core.rollout.turns import first_branches
+from posttrain.core.rollout.turns import Turns, completion_of, first_branches, so_far
 from posttrain.core.runtime.machine import allow_open_files
 from posttrain.core.runtime.seeding import derive_seed
 from posttrain.core.types import Completion, Problem, SamplingParams
@@ -226,9 +228,67 @@ class Plays(ABC):
         loop.close()
 
 
-async def awaited(asked: Future[Completion]) -> Completion:
-    """The engine's answer."""
-    return await asyncio.wrap_future(asked)
+class OneTurn(Plays):
+    """A response is what the engine gives to the prompt."""
+
+    def __init__(
+        self, encoder: PromptEncoder, limits: EpisodeLimits, check: Callable[[], None]
+    ) -> None:
+        super().__init__("none", limits, check)
+        self._encoder = encoder
+
+    def encode_prompt(self, problem: Problem) -> tuple[int, ...]:
+        return self._encoder.encode_prompt(problem)
+
+    async def _episode(
+        self, submitting: Submitting, prompt: PromptGroup, params: SamplingParams, seed: int
+    ) -> list[Completion]:
+        request = replace(params, num_generations=1, seed=seed)
+        return [await asyncio.wrap_future(submitting.submit(prompt.prompt_ids, request))]
+
+
+class ValueEpisodes(Plays):
+    """Episodes of an `Environment`, whose states are values."""
+
+    def __init__(
+        self, runner: EpisodeRunner, limits: EpisodeLimits, check: Callable[[], None]
+    ) -> None:
+        super().__init__(runner.environment.name, limits, check)
+        self.runner = runner
+
+    def encode_prompt(self, problem: Problem) -> tuple[int, ...]:
+        """With the environment's instructions."""
+        return self.runner.encode_prompt(problem)
+
+    async def _episode(
+        self, submitting: Submitting, prompt: PromptGroup, params: SamplingParams, seed: int
+    ) -> list[Completion]:
+        turns, episode = self.runner.turns, self.runner.open(prompt)
+        params = replace(params, stop_strings=self.runner.environment.stop_strings())
+        while episode.finish_reason is None:
+            episode = await next_turn(submitting, turns, episode, params, seed)
+            if episode.finish_reason is None:
+                steps = [(episode.state, turns.said(episode))]
+                (observation,) = await asyncio.to_thread(self.runner.answers.to, steps)
+                episode = turns.answered(episode, observation, params.max_tokens)
+        return [completion_of(episode)]
+
+
+async def next_turn(
+    submitting: Submitting, turns: Turns, episode: Episode, params: SamplingParams, seed: int
+) -> Episode:
+    """The episode with one more turn of the policy, which the environment has not answered.
+
+    `params.max_tokens` is the limit of the whole response; `seed` is that of the episode.
+    """
+    request = replace(
+        params,
+        num_generations=1,
+        max_tokens=params.max_tokens - len(episode.token_ids),
+        seed=derive_seed(seed, "turn", len(episode.turns)),
+    )
+    asked = submitting.submit(so_far(episode), request)
+    return turns.after(episode, await asyncio.wrap_future(asked))
 
 
 def described(error: BaseException) -> str:
@@ -237,9 +297,8 @@ def described(error: BaseException) -> str:
     return f"{type(error).__name__}: {line}" if line else type(error).__name__
 
 
-def first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first error of a group that is not a group itself."""
-    error: BaseException = group
+def first_of(error: BaseException) -> BaseException:
+    """The error, or of a group the first one that is not a group itself."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

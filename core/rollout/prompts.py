@@ -29,11 +29,7 @@ class PromptStream:
         self._order: tuple[int, list[int]] = (0, list(range(len(prompts))))
 
     def take(self, count: int) -> list[PromptGroup]:
-        return [self._next() for _ in range(count)]
-
-    def _next(self) -> PromptGroup:
-        self.position += 1
-        return self.at(self.position - 1)
+        return [self.prompts[index] for index in self.take_indices(count)]
 
     def at(self, position: int) -> PromptGroup:
         """The prompt at a place of the stream, from 0."""

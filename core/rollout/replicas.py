@@ -75,10 +75,6 @@ async def obituaries(replicas: Sequence[Replica]) -> str:
     return "\n".join(await asyncio.gather(*(replica.obituary() for replica in replicas)))
 
 
-def nothing_to_check() -> None:
-    """A check that never stops anything."""
-
-
 class LoopThread(EventLoop):
     """An event loop in a thread of its own, with one HTTP client on it."""
 
@@ -182,25 +178,22 @@ async def serve_all(
     answers: list[Json | None] = [None] * len(requests)
     tries: list[list[Replica]] = [[] for _ in requests]  # where each request failed
     queue = deque(range(len(requests)))
-    running: set[asyncio.Task[Outcome]] = set()
     asked: dict[asyncio.Task[Outcome], Replica] = {}
     try:
-        while queue or running:
+        while queue or asked:
             while queue and (replica := _choose(replicas, tries[queue[0]], limits)):
                 index = queue.popleft()
                 replica.in_flight += 1
-                task = asyncio.create_task(_try(replica, path, requests[index], index))
-                running.add(task)
-                asked[task] = replica
+                asked[asyncio.create_task(_try(replica, path, requests[index], index))] = replica
             returning = any(replica.returning for replica in replicas)
             alive = any(replica.alive for replica in replicas)
-            if not running and not returning and not alive:
+            if not asked and not returning and not alive:
                 raise RunError(await _none_left(replicas, len(queue), len(requests)))
-            if not running:  # all is lost and returns, or full of other calls' requests
+            if not asked:  # all is lost and returns, or full of other calls' requests
                 await asyncio.sleep(FULL_S if alive else POLL_S)
                 continue
-            done, running = await asyncio.wait(
-                running,
+            done, _ = await asyncio.wait(
+                asked,
                 return_when=asyncio.FIRST_COMPLETED,
                 timeout=POLL_S if returning else None,
             )
@@ -214,9 +207,9 @@ async def serve_all(
                 await _note_failure(outcome, tries[outcome.index], limits)
                 queue.appendleft(outcome.index)
     finally:
-        for task in running:
+        for task in asked:
             task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        await asyncio.gather(*asked, return_exceptions=True)
         for replica in asked.values():  # others may be serving requests of their own there
             replica.in_flight -= 1
     return [answer for answer in answers if answer is not None]

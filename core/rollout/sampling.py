@@ -161,8 +161,7 @@ def draw_tokens(logits: Tensor, uniforms: Tensor, params: SamplingParams) -> tup
     temperature 0 the likeliest token is taken, top-k and top-p are without effect, and the log-prob
     is that of temperature 1.
     """
-    block = CPU_BLOCK_ROWS if logits.device.type == "cpu" else max(1, logits.shape[0])
-    blocks = zip(torch.split(logits, block), torch.split(uniforms, block), strict=True)
+    blocks = zip(_blocks(logits), _blocks(uniforms), strict=True)
     parts = [_draw_block(rows, targets, params) for rows, targets in blocks]
     return torch.cat([ids for ids, _ in parts]), torch.cat([logprobs for _, logprobs in parts])
 
@@ -175,9 +174,8 @@ def of_rows(logits: Tensor, rows: Tensor) -> Tensor:
 
 def row_entropies(logits: Tensor) -> Tensor:
     """Entropy [N] (float32 nats) of softmax(logits [N, V]), in blocks as `draw_tokens`."""
-    block = CPU_BLOCK_ROWS if logits.device.type == "cpu" else max(1, logits.shape[0])
     parts = []
-    for rows in torch.split(logits, block):
+    for rows in _blocks(logits):
         logprobs = rows.float().log_softmax(dim=-1)
         # A logit of minus infinity has probability 0 and adds nothing, not NaN.
         parts.append(-(logprobs.exp() * logprobs.clamp(min=-1e9)).sum(dim=-1))
@@ -195,6 +193,11 @@ def top_entropy(logprobs: Sequence[float], temperature: float) -> float:
     weights = np.exp(scores - scores.max())
     shares = weights / weights.sum()
     return float(-(shares * np.log(np.maximum(shares, 1e-300))).sum())
+
+
+def _blocks(rows: Tensor) -> tuple[Tensor, ...]:
+    block = CPU_BLOCK_ROWS if rows.device.type == "cpu" else max(1, rows.shape[0])
+    return torch.split(rows, block)
 
 
 def _draw_block(logits: Tensor, uniforms: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:

@@ -166,7 +166,7 @@ class GroupStream:
             raise
         except BaseException as error:
             with self._changed:
-                self._error = first_of(error) if isinstance(error, BaseExceptionGroup) else error
+                self._error = first_of(error)
                 self._changed.notify_all()
         finally:
             for task in running:

@@ -128,8 +128,9 @@ class Submitting:
 
     def _limit(self, request: _Request) -> int:
         left = request.params.max_tokens - len(request.tokens)
-        whole = self.stretch is None or bool(request.params.stop_strings)
-        return left if whole or self.stretch is None else min(left, self.stretch)
+        if self.stretch is None or request.params.stop_strings:
+            return left
+        return min(left, self.stretch)
 
     def _answer_alike(self, kind: SamplingParams, requests: Sequence[_Request]) -> None:
         """Requests that differ in prompt, seed and length alone."""

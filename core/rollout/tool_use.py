@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Annotated, TypeVar
 
@@ -83,6 +83,7 @@ def reply(said: Message, text: str) -> tuple[Message, ...]:
     return (Message("tool", text, name=first.name, tool_call_id=first.id), *more)
 
 
+T = TypeVar("T")
 Arguments = TypeVar("Arguments")
 
 
@@ -115,22 +116,21 @@ def _report(tool: Callable[..., ToolResult], error: Exception) -> None:
         logger.debug("where the tool failed", exc_info=error)
 
 
-@contextmanager
-def noting_errors() -> Iterator[list[str]]:
+def noting_errors() -> AbstractContextManager[list[str]]:
     """Note the errors that tools raise, in this thread."""
     noted: list[str] = []
-    token = _raised.set(noted)
-    try:
-        yield noted
-    finally:
-        _raised.reset(token)
+    return _holding(_raised, noted)
+
+
+def unreachable(reason: Exception) -> AbstractContextManager[Exception]:
+    """Let every tool fail for `reason` instead of being called, in this thread."""
+    return _holding(_unreachable, reason)
 
 
 @contextmanager
-def unreachable(reason: Exception) -> Iterator[None]:
-    """Let every tool fail for `reason` instead of being called, in this thread."""
-    token = _unreachable.set(reason)
+def _holding(variable: ContextVar[T | None], value: T) -> Iterator[T]:
+    token = variable.set(value)
     try:
-        yield
+        yield value
     finally:
-        _unreachable.reset(token)
+        variable.reset(token)

@@ -12,7 +12,7 @@ from posttrain.core.contracts import Observation, Opening, Turn
 from posttrain.core.contracts.rollout import Episode, Segment
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.runtime.seeding import derive_seed
-from posttrain.core.types import Completion, Message, Problem, ToolSchema
+from posttrain.core.types import Completion, Message, Problem
 
 
 @dataclass
@@ -53,12 +53,13 @@ class Turns:
             self._answers_fit = True
         return self.tokenizer.encode_chat(messages, tools)
 
-    def said(self, turn: Completion, tools: Sequence[ToolSchema]) -> Turn:
-        """What the environment gets of a turn of a policy that was shown `tools`."""
+    def said(self, episode: Episode) -> Turn:
+        """What the environment gets of the episode's last turn."""
+        turn = episode.turns[-1]
         return Turn(
             self.tokenizer.decode_response(turn.token_ids),
             turn.finish_reason == "stop",
-            self.tokenizer.parse_response(turn.token_ids, tools),
+            self.tokenizer.parse_response(turn.token_ids, episode.tools),
         )
 
     def after(self, episode: Episode, turn: Completion) -> Episode:
@@ -72,16 +73,13 @@ class Turns:
             return replace(episode, finish_reason="length")
         return episode
 
-    def answered(
-        self,
-        episode: Episode,
-        turn: Completion,
-        observation: Observation,
-        tools: Sequence[ToolSchema],
-        room: int,
-    ) -> Episode:
-        """The episode after the environment's answer to `turn`, with `room` for so many tokens."""
-        counts, ended = dict(episode.counts), turn.finish_reason == "stop"
+    def answered(self, episode: Episode, observation: Observation, max_tokens: int) -> Episode:
+        """The episode after the environment's answer to its last turn.
+
+        `max_tokens` is the limit of the whole response, observations included.
+        """
+        reason = episode.turns[-1].finish_reason
+        counts, room = dict(episode.counts), max_tokens - len(episode.token_ids)
         for name, value in observation.counts.items():
             counts[name] = counts.get(name, 0.0) + value
         episode = replace(
@@ -94,21 +92,15 @@ class Turns:
         if observation.truncated:
             return replace(episode, finish_reason="length")
         if observation.done:
-            return replace(episode, finish_reason=turn.finish_reason)
+            return replace(episode, finish_reason=reason)
         if counts["turns"] >= self.max_turns:
-            return replace(episode, finish_reason="stop" if ended else "length")
-        answer = Segment(self._tokens(episode, observation, tools, ended)[: max(room, 0)])
+            return replace(episode, finish_reason="stop" if reason == "stop" else "length")
+        answer = Segment(self._tokens(episode, observation)[: max(room, 0)])
         episode = replace(episode, segments=(*episode.segments, answer))
         cut = len(answer.token_ids) >= room
         return replace(episode, finish_reason="length") if cut else episode
 
-    def _tokens(
-        self,
-        episode: Episode,
-        observation: Observation,
-        tools: Sequence[ToolSchema],
-        ended: bool,
-    ) -> tuple[int, ...]:
+    def _tokens(self, episode: Episode, observation: Observation) -> tuple[int, ...]:
         if not observation.messages:
             ids = self.tokenizer.encode_text(observation.text, special=self.reads_special_tokens)
             return ids[: self.max_observation_tokens]
@@ -121,8 +113,14 @@ class Turns:
                 message = replace(message, content=str(cut))
             room -= min(len(ids), room)
             messages.append(message)
-        last = episode.turns[-1].token_ids[-1:]
-        return self.tokenizer.extend(messages, tools, ended=ended, last=last[0] if last else None)
+        turn = episode.turns[-1]
+        ended, last = turn.finish_reason == "stop", turn.token_ids[-1] if turn.token_ids else None
+        return self.tokenizer.extend(messages, episode.tools, ended=ended, last=last)
+
+
+def so_far(episode: Episode) -> tuple[int, ...]:
+    """Token ids from the first of the prompt to the last of the response."""
+    return (*(episode.prompt_ids or episode.prompt.prompt_ids), *episode.token_ids)
 
 
 def completion_of(episode: Episode, nodes: dict[int, int] | None = None) -> Completion:
@@ -144,19 +142,19 @@ def completion_of(episode: Episode, nodes: dict[int, int] | None = None) -> Comp
     for segment in episode.segments:
         size, turn = len(segment.token_ids), segment.turn
         ids += segment.token_ids
+        sampled += [turn is not None] * size
         if turn is None:
             shown = segment.token_ids
+            versions += versions[-1:] * size
+            logprobs += [0.0] * size
+            entropies += [0.0] * size
         else:
             ends.append(len(ids) - 1)
             keys.append(state_key(shown))
             shown = ()
-        if turn is not None:
             versions += turn.versions or [turn.policy_version] * size
-        else:
-            versions += versions[-1:] * size
-        logprobs += turn.logprobs if turn is not None else [0.0] * size
-        entropies += turn.entropies if turn is not None else [0.0] * size
-        sampled += [turn is not None] * size
+            logprobs += turn.logprobs
+            entropies += turn.entropies
         if nodes is not None:
             node_ids += [nodes.setdefault(id(segment), len(nodes))] * size
     return replace(

@@ -239,11 +239,12 @@ class Opened:
         if task is None or self.key(task) != asked["key"]:
             return {"failed": "the taskset has other tasks than when the run listed them"}
         from verifiers.v1.clients import EvalClient
+        from verifiers.v1.clients.base import build_async_httpx
 
         config = self.vf.EvalClientConfig(base_url=asked["base_url"])
         client = EvalClient.__new__(EvalClient)
         client.base_url, client.api_key, client.headers = config.base_url, asked["key_of_api"], {}
-        self.http = self.http or self._http(config)
+        self.http = self.http or build_async_httpx(config)
         client.client = self.http
         self.clients[config.base_url] = client
         context = self.vf.ModelContext(
@@ -255,11 +256,6 @@ class Opened:
             return {"failed": described(error)}
         finally:
             del self.clients[config.base_url]
-
-    def _http(self, config: Any) -> Any:
-        from verifiers.v1.clients.base import build_async_httpx
-
-        return build_async_httpx(config)
 
 
 def first_messages(data: Any) -> list[Json]:

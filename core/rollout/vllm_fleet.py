@@ -25,7 +25,6 @@ from posttrain.core.rollout.replicas import (
     LoopThread,
     Replica,
     is_healthy,
-    nothing_to_check,
     obituaries,
     post,
     serve_all,
@@ -42,7 +41,6 @@ from posttrain.core.rollout.vllm_server import (
 )
 
 logger = logging.getLogger(__name__)
-Check = Callable[[], None]
 StartServer = Callable[[int], Awaitable[Server]]
 
 # A prompt whose log-probs all replicas must agree on after a sync.
@@ -115,7 +113,9 @@ class VllmFleet:
                     raise failure
             await self._wait()
             if count > 1:
-                self._held = replace(self._held, scores=await self._agreed(self._alive()))
+                self._held = replace(
+                    self._held, scores=await self._agreed(self._alive(), self._held)
+                )
 
         self.loop.run(begin())
 
@@ -161,7 +161,7 @@ class VllmFleet:
 
     # -- what the replicas hold ---------------------------------------------------------------
 
-    def load_weights(self, files: SentFiles, check: Check = nothing_to_check) -> None:
+    def load_weights(self, files: SentFiles, check: Callable[[], None] = lambda: None) -> None:
         """Give all replicas the weights in `files`, without an adapter, and check that they do.
 
         One that does not take them, or that answers otherwise than most, gets no more requests and
@@ -259,12 +259,12 @@ class VllmFleet:
         name = self._base_name if held.adapter is None else held.adapter[0]
         return read_scores(await post(replica, PATH, scoring_request(name, PROBE)), PROBE)
 
-    async def _agreed(self, replicas: Sequence[Replica], held: Held | None = None) -> list[float]:
+    async def _agreed(self, replicas: Sequence[Replica], held: Held) -> list[float]:
         """The log-probs of the probe that most of `replicas` give; the others are lost."""
         rows: dict[Replica, list[float]] = {}
 
         async def score(replica: Replica) -> None:
-            rows[replica] = await self._scores(replica, held or self._held)
+            rows[replica] = await self._scores(replica, held)
 
         given = await self._each(replicas, score)
         if not given:
@@ -341,8 +341,8 @@ class VllmFleet:
             await self._give_weights(replica, held)
             await self._give_adapter(replica, held)
             scores = await self._scores(replica, held)
-            if held.scores and not self._gap(scores, held.scores) <= self._tolerance:
-                gap = self._gap(scores, held.scores)
+            gap = self._gap(scores, held.scores) if held.scores else 0.0
+            if gap > self._tolerance:
                 raise RunError(
                     f"it answers with other weights than the others: the probe differs by "
                     f"{gap:.4f} nats, expected at most {self._tolerance}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import importlib.util
 import json
 import os
 import random
@@ -76,12 +77,9 @@ def vllm_version() -> str:
     return ""
 
 
-def check_model_dir(model_dir: Path) -> None:
-    if not (model_dir / "config.json").is_file():
-        raise ResourceError(
-            f"no model at {model_dir}: expected a directory with config.json and "
-            "*.safetensors; check the stage that should have made it"
-        )
+def why_unavailable() -> str | None:
+    """None when vLLM is installed, else how to install it."""
+    return None if importlib.util.find_spec("vllm") and vllm_version() else MISSING
 
 
 def checkpoint_shapes(model_dir: Path) -> tuple[dict[str, list[int]], frozenset[str]]:

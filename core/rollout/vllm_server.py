@@ -1,9 +1,9 @@
-"""A vLLM server: its command line, the checks of given ones, and requests to it."""
+"""What vLLM is started with and asked, in this process or as a server; checks of given servers."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ PREFILL_TOKENS = 4096
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """What a user may set of each server; None = by device."""
+    """What a user may set of vLLM; None = by device. The last two are of servers."""
 
     gpu_memory_utilization: float
     kv_cache_gb: float | None
@@ -34,8 +34,8 @@ class ServerOptions:
     max_num_seqs: int
     max_lora_rank: int | None
     lora_modules: Sequence[str]
-    num_threads: int
-    extra_args: Sequence[str]
+    num_threads: int = 1
+    extra_args: Sequence[str] = ()
 
 
 def lora_rank_of_vllm(rank: int) -> int:
@@ -47,40 +47,64 @@ def dtype_name(dtype: torch.dtype) -> str:
     return "bfloat16" if dtype == torch.bfloat16 else "float32"
 
 
+def engine_arguments(
+    setup: EngineSetup, options: ServerOptions
+) -> dict[str, Any]:  # Any: vLLM's arguments are of several types
+    """What vLLM is started with in this process and as a server, by the names in Python."""
+    on_cpu = setup.device.type == "cpu"
+    found: dict[str, Any] = {
+        "model": str(setup.model_dir),
+        "dtype": dtype_name(setup.dtype),
+        "max_model_len": setup.max_model_len,
+        "max_num_seqs": options.max_num_seqs,
+        "seed": setup.seed,
+        "gpu_memory_utilization": options.gpu_memory_utilization,
+        "generation_config": "vllm",  # not the model directory's own sampling defaults
+        "logprobs_mode": "processed_logprobs",
+    }
+    if cache_gb := options.kv_cache_gb or (1.0 if on_cpu else None):
+        found["kv_cache_memory_bytes"] = int(cache_gb * 2**30)
+    if on_cpu if options.enforce_eager is None else options.enforce_eager:
+        found["enforce_eager"] = True
+    if options.max_lora_rank is not None:
+        rank = lora_rank_of_vllm(options.max_lora_rank)
+        found |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1}
+        found["lora_target_modules"] = list(options.lora_modules)
+    if on_cpu:
+        # On a CPU, vLLM cannot rewind the generator of a seeded request whose prompt it split:
+        # "CPU Generator does not use offset".
+        found["enable_chunked_prefill"] = False
+        found["max_num_batched_tokens"] = max(PREFILL_TOKENS, setup.max_model_len)
+    return found
+
+
 def server_arguments(
     setup: EngineSetup, options: ServerOptions, tensor_parallel: int = 1
 ) -> list[str]:
     """Those of Python, without the address to listen on."""
-    on_cpu = setup.device.type == "cpu"
-    eager = on_cpu if options.enforce_eager is None else options.enforce_eager
-    cache_gb = options.kv_cache_gb or (1.0 if on_cpu else None)
-    command = [
-        *("-c", ENTRY),
-        *("--model", str(setup.model_dir), "--served-model-name", MODEL_NAME),
-        *("--dtype", dtype_name(setup.dtype), "--max-model-len", str(setup.max_model_len)),
-        *("--max-num-seqs", str(options.max_num_seqs), "--seed", str(setup.seed)),
-        *("--gpu-memory-utilization", str(options.gpu_memory_utilization)),
-        *("--generation-config", "vllm"),  # not the model directory's own sampling defaults
-        *("--logprobs-mode", "processed_logprobs", "--worker-extension-cls", WORKER),
-        *("--disable-uvicorn-access-log", "--disable-log-stats"),
-    ]
+    arguments = engine_arguments(setup, options) | {
+        "served_model_name": MODEL_NAME,
+        "worker_extension_cls": WORKER,
+        "disable_uvicorn_access_log": True,
+        "disable_log_stats": True,
+    }
     if tensor_parallel > 1:
-        command += ["--tensor-parallel-size", str(tensor_parallel)]
-        command += ["--distributed-executor-backend", "mp"]  # not Ray, whose actor starts it
-    if cache_gb is not None:
-        command += ["--kv-cache-memory-bytes", str(int(cache_gb * 2**30))]
-    if eager:
-        command.append("--enforce-eager")
-    if options.max_lora_rank is not None:
-        rank = lora_rank_of_vllm(options.max_lora_rank)
-        command += ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", "1"]
-        command += ["--lora-target-modules", *options.lora_modules]
-    if on_cpu:
-        # On a CPU, vLLM cannot rewind the generator of a seeded request whose prompt it split.
-        batched = max(PREFILL_TOKENS, setup.max_model_len)
-        command += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(batched)]
-        command += ["--distributed-executor-backend", "uni"]
-    return [*command, *options.extra_args]
+        arguments["tensor_parallel_size"] = tensor_parallel
+        arguments["distributed_executor_backend"] = "mp"  # not Ray, whose actor starts it
+    if setup.device.type == "cpu":
+        arguments["distributed_executor_backend"] = "uni"
+    return ["-c", ENTRY, *_flags(arguments), *options.extra_args]
+
+
+def _flags(arguments: Mapping[str, Any]) -> Iterator[str]:  # Any: as above
+    """Arguments of vLLM as those of its command line."""
+    for name, value in arguments.items():
+        option = name.replace("_", "-")
+        if isinstance(value, bool):
+            yield f"--{option}" if value else f"--no-{option}"
+        else:
+            yield f"--{option}"
+            yield from map(str, value if isinstance(value, list) else [value])
 
 
 def server_variables(setup: EngineSetup, options: ServerOptions) -> dict[str, str]:
@@ -176,17 +200,11 @@ def check_architecture(replica: Replica, served: Json, setup: EngineSetup) -> No
 PATH = "/v1/completions"
 
 
-def sampling_request(
-    model: str,
-    prompt: Sequence[int],
-    params: SamplingParams,
-    seed: int,
-    max_tokens: int,
-    stop_token_ids: Sequence[int],
+def sampling_fields(
+    params: SamplingParams, seed: int, max_tokens: int, stop_token_ids: Sequence[int]
 ) -> Json:
-    request: Json = {
-        "model": model,
-        "prompt": list(prompt),
+    """A request for one response, by the names that vLLM's Python and its API share."""
+    fields: Json = {
         "max_tokens": max_tokens,
         "temperature": params.temperature,
         "top_p": params.top_p,
@@ -195,12 +213,27 @@ def sampling_request(
         "stop_token_ids": list(stop_token_ids),
         "ignore_eos": True,  # only `stop_token_ids` end a response
         "logprobs": ENTROPY_TOKENS if params.entropy else 0,  # 0: of the sampled token alone
+    }
+    if params.stop_strings:
+        fields |= {"stop": list(params.stop_strings), "include_stop_str_in_output": True}
+    return fields
+
+
+def sampling_request(
+    model: str,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    seed: int,
+    max_tokens: int,
+    stop_token_ids: Sequence[int],
+) -> Json:
+    return {
+        "model": model,
+        "prompt": list(prompt),
+        **sampling_fields(params, seed, max_tokens, stop_token_ids),
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
     }
-    if params.stop_strings:
-        request |= {"stop": list(params.stop_strings), "include_stop_str_in_output": True}
-    return request
 
 
 def read_completion(
@@ -213,7 +246,7 @@ def read_completion(
         choice = answer["choices"][0]
         ids = tuple(map(int, choice["token_ids"]))
         logprobs = tuple(map(float, choice["logprobs"]["token_logprobs"]))
-        reason = _finish_reason(choice["finish_reason"], ids, stop_token_ids)
+        reason = finish_reason(choice["finish_reason"], ids, stop_token_ids)
         entropies: tuple[float, ...] = ()
         if params.entropy:
             rows = choice["logprobs"]["top_logprobs"]
@@ -223,15 +256,15 @@ def read_completion(
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise RunError(
             f"a vLLM server's answer is not a completion with token ids and log-probs ({error}): "
-            "use "
-            "a server of the version that docs/engines.md names"
+            "use a server of the version that docs/engines.md names"
         ) from error
     return Completion(
         token_ids=ids, logprobs=logprobs, finish_reason=reason, entropies=entropies, **origin
     )
 
 
-def _finish_reason(said: str, ids: Sequence[int], stop_token_ids: Sequence[int]) -> FinishReason:
+def finish_reason(said: str, ids: Sequence[int], stop_token_ids: Sequence[int]) -> FinishReason:
+    """Ours for vLLM's; raises `ValueError` for another than those of a whole response."""
     if said not in ("length", "stop"):
         raise ValueError(f"finish reason '{said}'")
     if ids[-1] in stop_token_ids:  # also where it is the last token allowed

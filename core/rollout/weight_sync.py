@@ -110,6 +110,14 @@ def _same_bits(*pair: Tensor) -> bool:
 SHARD_BYTES = 2 * 2**30
 
 
+def check_model_dir(model_dir: Path) -> None:
+    if not (model_dir / "config.json").is_file():
+        raise ResourceError(
+            f"no model at {model_dir}: expected a directory with config.json and "
+            "*.safetensors; check the stage that should have made it"
+        )
+
+
 def stored_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) pairs of a model directory, one tensor in memory at a time."""
     for path in sorted(folder.glob("*.safetensors")):

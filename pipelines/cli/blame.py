@@ -28,7 +28,6 @@ def blame(
             metavar="MODEL",
             help="A registered model (NAME, NAME@ALIAS, NAME/VERSION), a folder, MLflow's id of a "
             "model, a run's id, or RUN/STAGE.",
-            show_default=False,
         ),
     ],
 ) -> Result:
@@ -37,8 +36,7 @@ def blame(
 
     walked = Blame(context.home, context.store)
     past = walked.of(model)
-    console = context.console()
     for line in [*lines(past), *(f"note: {note}" for note in walked.notes)]:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        context.say(line)
     found = [asdict(item) for item in past]
     return Result({"model": model, "notes": walked.notes, "past": found})

@@ -58,41 +58,29 @@ def chat(
     compare: Annotated[
         str | None,
         typer.Option(
-            "--compare",
             metavar="MODEL",
             help="A second model that is asked the same; base = the base model of the run.",
         ),
     ] = None,
     prompt: Annotated[
-        str | None,
-        typer.Option("--prompt", help="Ask this alone, and end; - reads it from standard input."),
+        str | None, typer.Option(help="Ask this alone, and end; - reads it from standard input.")
     ] = None,
     system: Annotated[
         str | None,
-        typer.Option(
-            "--system",
-            help="System prompt.  \\[default: that of the run, or of the model]",
-            show_default=False,
-        ),
+        typer.Option(help="System prompt.  \\[default: that of the run, or of the model]"),
     ] = None,
-    temperature: Annotated[
-        float, typer.Option("--temperature", min=0, max=100, help="0 = greedy.")
-    ] = 0.7,
-    top_p: Annotated[float, typer.Option("--top-p", min=0.0, max=1.0)] = 0.95,
-    top_k: Annotated[int, typer.Option("--top-k", min=0, help="0 = off.")] = 0,
-    max_tokens: Annotated[
-        int, typer.Option("--max-tokens", min=1, help="Tokens of an answer, at most.")
-    ] = 512,
-    stop: Annotated[
-        list[str] | None, typer.Option("--stop", help="Text that ends an answer.")
-    ] = None,
-    seed: Annotated[int, typer.Option("--seed", min=0)] = 0,
+    temperature: Annotated[float, typer.Option(min=0, max=100, help="0 = greedy.")] = 0.7,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 0.95,
+    top_k: Annotated[int, typer.Option(min=0, help="0 = off.")] = 0,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer, at most.")] = 512,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends an answer.")] = None,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
     dtype: DtypeOption = None,
     max_model_len: MaxModelLenOption = None,
 ) -> Result:
     """Talk to a model: what a run made, a registered one, a folder, or a model of a hub."""
     from posttrain.core.types import SamplingParams
-    from posttrain.pipelines.run.model_reference import find_model
+    from posttrain.pipelines.run.model_reference import base_of, find_model
 
     for option, value in (("--temperature", temperature), ("--top-p", top_p)):
         if not math.isfinite(value):
@@ -102,8 +90,10 @@ def chat(
     if any(not text for text in stop or ()):
         raise ConfigError("--stop is empty, expected the text that ends an answer")
     found = [find_model(model, context.home, context.store)]
-    if compare is not None:
-        found.append(_other(found[0], compare, context.home, context.store))
+    if compare == "base":
+        found.append(base_of(found[0], context.home, context.store))
+    elif compare is not None:
+        found.append(find_model(compare, context.home, context.store))
     from posttrain.core.plugin_manager import PluginManager
     from posttrain.pipelines.using.chat import HELP, Chat, Conversation, one_shot, result, talk
     from posttrain.pipelines.using.speaker import Speaker, check_talks, unread_config
@@ -137,13 +127,6 @@ def chat(
     else:
         talk(asked, sys.stdin)
     return Result(result(asked))
-
-
-def _other(found: FoundModel, wanted: str, home: Path, store: Path) -> FoundModel:
-    """The model to compare with; `base` is the one that the run began with."""
-    from posttrain.pipelines.run.model_reference import base_of, find_model
-
-    return base_of(found, home, store) if wanted == "base" else find_model(wanted, home, store)
 
 
 def _labels(found: list[FoundModel], compare: str | None) -> list[str]:

@@ -14,7 +14,7 @@ import json
 import sys
 import traceback
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -101,13 +101,8 @@ SetOption = Annotated[
         "--set", metavar="A.B=C", help="Override one value, for instance stages.rl.steps=3."
     ),
 ]
-RunArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="RUN",
-        help="Id that `posttrain run` printed, or its start.",
-        autocompletion=complete.runs,
-    ),
+PlainOption = Annotated[
+    bool, typer.Option("--plain", help="One line per step instead of a live display.")
 ]
 MAX_LINE = 1200
 LOG_WIDTH = 160
@@ -136,6 +131,10 @@ class CommandContext:
     def console(self) -> Console:
         """Where people read: standard output, or stderr when that one belongs to JSON."""
         return text_console(self.as_json)
+
+    def say(self, text: str, style: str | None = None) -> None:
+        """A line for people, in which nothing is markup."""
+        self.console().print(text, markup=False, style=style)
 
     def print_json(self, values: object) -> None:
         """With `--json`, one line of JSON on standard output; else nothing."""
@@ -180,14 +179,14 @@ def command(
         @functools.wraps(function)
         def run(**given: Any) -> None:  # Any: options of any type
             common = {option.name: given.pop(option.name) for option in options}
-            context = _context(**common)
-            with Boundary(
-                as_json=context.as_json,
-                debug=context.debug,
-                log_home=context.home,
-                interrupted=interrupted,
-            ):
-                with stdout_to_stderr(context.as_json):
+            shown = {name: common.get(name, False) for name in ("as_json", "debug")}
+            with Boundary(**shown):  # it does not know the home yet
+                places = folders(common.get("home") or default_home(), common.get("store"))
+            context = CommandContext(*places, **shown)
+            with Boundary(**shown, log_home=context.home, interrupted=interrupted):
+                # What libraries print stays apart from the JSON.
+                apart = contextlib.redirect_stdout(sys.stderr)
+                with apart if context.as_json else contextlib.nullcontext():
                     if reads_mlflow:
                         for sentence in send_what_waits(context.home):
                             print(sentence, file=sys.stderr)
@@ -221,20 +220,7 @@ def _option(name: str, annotation: object, default: object) -> inspect.Parameter
     return inspect.Parameter(name, kind, default=default, annotation=annotation)
 
 
-def _context(
-    *,
-    home: Path | None = None,
-    store: str | None = None,
-    as_json: bool = False,
-    debug: bool = False,
-) -> CommandContext:
-    if home is None:
-        home = default_home()
-    with Boundary(as_json=as_json, debug=debug):  # that of the command comes later
-        found = CommandContext(*folders(home, store), as_json, debug)
-    return found
-
-
+@dataclass(frozen=True, kw_only=True)
 class Boundary(contextlib.AbstractContextManager[None]):
     """Turns what goes wrong in a command into one sentence on stderr and an exit code.
 
@@ -242,16 +228,10 @@ class Boundary(contextlib.AbstractContextManager[None]):
     goes to a file under `log_home` if that folder exists; else the message names `--debug`.
     """
 
-    def __init__(
-        self,
-        *,
-        as_json: bool = False,
-        debug: bool = False,
-        log_home: Path | None = None,
-        interrupted: str = "interrupted",
-    ) -> None:
-        self.interrupted = interrupted
-        self.as_json, self.debug, self.log_home = as_json, debug, log_home
+    as_json: bool = False
+    debug: bool = False
+    log_home: Path | None = None
+    interrupted: str = "interrupted"
 
     def __exit__(
         self,
@@ -336,13 +316,3 @@ def text_console(as_json: bool) -> Console:
     if not console.is_terminal:
         console.width = LOG_WIDTH
     return console
-
-
-@contextlib.contextmanager
-def stdout_to_stderr(active: bool) -> Iterator[None]:
-    """Send what libraries print to stderr while `active`, so that JSON stays alone on stdout."""
-    if not active:
-        yield
-        return
-    with contextlib.redirect_stdout(sys.stderr):
-        yield

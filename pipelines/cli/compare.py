@@ -40,33 +40,26 @@ def compare(
         ),
     ],
     step: Annotated[
-        int | None, typer.Option("--step", min=1, help="Compare algorithms on this step, from 1.")
+        int | None, typer.Option(min=1, help="Compare algorithms on this step, from 1.")
     ] = None,
     algorithm: Annotated[
-        list[str] | None,
-        typer.Option("--algorithm", metavar="NAME", help="A preset; give it several times."),
+        list[str] | None, typer.Option(metavar="NAME", help="A preset; give it several times.")
     ] = None,
     loss: Annotated[
         list[str] | None,
-        typer.Option(
-            "--loss", metavar="NAME[,field=value]", help="The run's own, with this policy loss."
-        ),
+        typer.Option(metavar="NAME[,field=value]", help="The run's own, with this policy loss."),
     ] = None,
     aggregation: Annotated[
         list[str] | None,
-        typer.Option(
-            "--aggregation", metavar="NAME[,field=value]", help="The same, with this aggregator."
-        ),
+        typer.Option(metavar="NAME[,field=value]", help="The same, with this aggregator."),
     ] = None,
     clip: Annotated[
         list[str] | None,
-        typer.Option("--clip", metavar="LOW:HIGH", help="The same, with these bounds of the clip."),
+        typer.Option(metavar="LOW:HIGH", help="The same, with these bounds of the clip."),
     ] = None,
     advantage: Annotated[
         list[str] | None,
-        typer.Option(
-            "--advantage", metavar="NAME[,field=value]", help="The same, with this estimator."
-        ),
+        typer.Option(metavar="NAME[,field=value]", help="The same, with this estimator."),
     ] = None,
     no_kl: Annotated[
         bool, typer.Option("--no-kl", help="Leave KL terms out, also of the run's own loss.")
@@ -85,30 +78,15 @@ def compare(
     ] = False,
     pool: Annotated[
         int | None,
-        typer.Option(
-            "--pool",
-            min=1,
-            help="Of --frozen: recorded steps, from --step on.  \\[default: 8]",
-            show_default=False,
-        ),
+        typer.Option(min=1, help="Of --frozen: recorded steps, from --step on.  \\[default: 8]"),
     ] = None,
     batches: Annotated[
         int | None,
-        typer.Option(
-            "--batches",
-            min=8,
-            help="Of --frozen: batches drawn from the pool.  \\[default: 64]",
-            show_default=False,
-        ),
+        typer.Option(min=8, help="Of --frozen: batches drawn from the pool.  \\[default: 64]"),
     ] = None,
     directions: Annotated[
         int | None,
-        typer.Option(
-            "--directions",
-            min=8,
-            help="Of --frozen: random directions of gradients.  \\[default: 128]",
-            show_default=False,
-        ),
+        typer.Option(min=8, help="Of --frozen: random directions of gradients.  \\[default: 128]"),
     ] = None,
     stage: StageOption = None,
     out: OutOption = None,

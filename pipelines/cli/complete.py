@@ -59,9 +59,8 @@ def files(incomplete: str, suffixes: tuple[str, ...]) -> list[str]:
 
 def runs(ctx: typer.Context, incomplete: str) -> list[str]:
     """Ids of the runs in the home, the newest first."""
-    home = ctx.params.get("home") or os.environ.get("POSTTRAIN_HOME") or ".posttrain"
     try:
-        found = [path for path in (Path(home) / "runs").iterdir() if path.is_dir()]
+        found = [path for path in _runs(ctx).iterdir() if path.is_dir()]
         newest = sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
     except OSError:
         return []
@@ -70,10 +69,9 @@ def runs(ctx: typer.Context, incomplete: str) -> list[str]:
 
 def stages(ctx: typer.Context, incomplete: str) -> list[str]:
     """Names of the stages of the runs that stand on the line, else of all runs."""
-    home = Path(ctx.params.get("home") or os.environ.get("POSTTRAIN_HOME") or ".posttrain")
     line = os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS") or ""
     words = tuple(word for word in line.split() if len(word) > 1)
-    known = list((home / "runs").glob("*/config.yaml"))
+    known = list(_runs(ctx).glob("*/config.yaml"))
     named = [path for path in known if any(path.parent.name.startswith(word) for word in words)]
     names: set[str] = set()
     for config in named or known:
@@ -106,6 +104,11 @@ def sections(incomplete: str) -> list[str]:
     """Names of config sections."""
     text = "".join(path.read_text("utf-8") for path in _source("config"))
     return _starting(sorted(set(SECTION.findall(text))), incomplete)
+
+
+def _runs(ctx: typer.Context) -> Path:
+    home = ctx.params.get("home") or os.environ.get("POSTTRAIN_HOME") or ".posttrain"
+    return Path(home) / "runs"
 
 
 def _source(package: str) -> list[Path]:

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-from posttrain.pipelines.cli.common import (
-    EPILOG_CODES,
-    CommandContext,
-    Result,
-    RunArgument,
-    command,
-)
-from posttrain.pipelines.cli.reports import OutOption, StageOption, give, open_run
+from posttrain.pipelines.cli.common import EPILOG_CODES, CommandContext, Result, command
+from posttrain.pipelines.cli.reports import OutOption, RunArgument, StageOption, give, open_run
 
 EPILOG = (
     "Examples:\n\n"

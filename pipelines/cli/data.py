@@ -13,7 +13,7 @@ from posttrain.pipelines.cli.common import EPILOG_CODES, CommandContext, Result,
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from posttrain.core.data.overview import Look, Overview, Pieces
+    from posttrain.core.data.overview import Overview, Pieces
     from posttrain.core.data.tokens import ChatTokenizer
 
 MOST_SHOWN = 4000
@@ -39,29 +39,19 @@ EPILOG = (
 @command()
 def show(
     context: CommandContext,
-    file: Annotated[
-        str,
-        typer.Argument(metavar="FILE", help="File, folder or hub:owner/name.", show_default=False),
-    ],
+    file: Annotated[str, typer.Argument(metavar="FILE", help="File, folder or hub:owner/name.")],
     model: Annotated[
-        str | None,
-        typer.Option("--model", help="Model whose tokens are shown: a folder, a hub's id, a run."),
+        str | None, typer.Option(help="Model whose tokens are shown: a folder, a hub's id, a run.")
     ] = None,
-    rows: Annotated[int, typer.Option("--rows", min=0, help="Rows to show.")] = 3,
+    rows: Annotated[int, typer.Option(min=0, help="Rows to show.")] = 3,
     max_model_len: Annotated[
         int | None,
         typer.Option(
-            "--max-model-len",
-            min=8,
-            help="Tokens that a run allows (model.max_model_len).  \\[default: 1024]",
-            show_default=False,
+            min=8, help="Tokens that a run allows (model.max_model_len).  \\[default: 1024]"
         ),
     ] = None,
     max_response: Annotated[
-        int,
-        typer.Option(
-            "--max-response", min=1, help="Tokens that a prompt for RL leaves to its response."
-        ),
+        int, typer.Option(min=1, help="Tokens that a prompt for RL leaves to its response.")
     ] = 16,
 ) -> Result:
     """Show what FILE is taken for, some rows with what is learned, lengths and problems."""
@@ -75,7 +65,7 @@ def show(
     values = _values(found, tokenizer, limit, max_response)
     if tokenizer is not None:
         values["model"] = section.source
-    _print(context.console(), found, tokenizer, values)
+    _print(context, found, tokenizer, values)
     return Result(values, DataError.exit_code if found.num_problems else 0)
 
 
@@ -124,18 +114,17 @@ def _values(
         "duplicate": found.duplicate,
         "num_problems": found.num_problems,
         "problems": found.problems,
-        "shown": [_shown(look, found, tokenizer) for look in found.shown],
-    }
-
-
-def _shown(look: Look, found: Overview, tokenizer: ChatTokenizer | None) -> dict[str, Any]:
-    return {
-        "where": look.where,
-        "answer": look.answer,
-        "verifier": look.judged_by,
-        "conversations": [
-            {"name": said.name, "pieces": _pieces(said, found, tokenizer)}
-            for said in look.conversations
+        "shown": [
+            {
+                "where": look.where,
+                "answer": look.answer,
+                "verifier": look.judged_by,
+                "conversations": [
+                    {"name": said.name, "pieces": _pieces(said, found, tokenizer)}
+                    for said in look.conversations
+                ],
+            }
+            for look in found.shown
         ],
     }
 
@@ -149,31 +138,27 @@ def _pieces(said: Any, found: Overview, tokenizer: ChatTokenizer | None) -> Piec
 
 
 def _print(
-    console: Console,
+    context: CommandContext,
     found: Overview,
     tokenizer: ChatTokenizer | None,
     values: dict[str, Any],
 ) -> None:
     from posttrain.core.analysis.report import printable
 
-    def say(text: str = "") -> None:
-        console.print(text, markup=False)
-
+    say = context.say
     say(f"{found.source}: {found.taken.format}, because {found.taken.why}")
     say(f"rows: {found.rows:,}")
     for look, shown in zip(found.shown, values["shown"], strict=True):
         for said in shown["conversations"]:
-            say()
-            say(f"--- {look.where}" + (f", {said['name']}" if said["name"] else ""))
-            _print_pieces(console, said["pieces"])
+            say(f"\n--- {look.where}" + (f", {said['name']}" if said["name"] else ""))
+            _print_pieces(context.console(), said["pieces"])
         if found.taken.purpose == "rl":
             say(
                 f"answer: {printable(look.answer)} (compared by {look.judged_by})"
                 if look.judged_by != "none"
                 else "no answer that a verifier reads"
             )
-    say()
-    say(_lengths("characters", values["characters"]))
+    say(f"\n{_lengths('characters', values['characters'])}")
     if tokenizer is not None:
         what = "prompts" if found.taken.purpose == "rl" else f"{found.learned:,} learned"
         say(f"{_lengths('tokens', values['tokens'])} ({what}; model {values['model']})")
@@ -183,7 +168,7 @@ def _print(
     also = f", such as {found.duplicate}" if found.duplicates else ""
     say(f"duplicates: {found.duplicates:,}{also}")
     for problem in found.problems:
-        console.print(f"problem: {problem}", markup=False, style="red")
+        say(f"problem: {problem}", "red")
     if found.num_problems > len(found.problems):
         say(f"{found.num_problems - len(found.problems):,} more rows have problems")
     say(f"in a config: {found.taken.use}")

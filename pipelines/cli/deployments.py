@@ -102,7 +102,7 @@ def deploy(
     context: CommandContext,
     configs: ConfigsArgument,
     overrides: SetOption = None,
-    pool: Annotated[str, typer.Option("--pool", help="Work pool to deploy to.")] = "posttrain",
+    pool: Annotated[str, typer.Option(help="Work pool to deploy to.")] = "posttrain",
     cron: CronOption = None,
     timezone: TimezoneOption = None,
     flow: FlowOption = "train",
@@ -110,11 +110,7 @@ def deploy(
     job_variables: JobVariables = None,
     home: Annotated[
         Path | None,
-        typer.Option(
-            "--home",
-            help="Home of the runs on the worker.  \\[default: the worker's home]",
-            show_default=False,
-        ),
+        typer.Option(help="Home of the runs on the worker.  \\[default: the worker's home]"),
     ] = None,
 ) -> Result:
     """Deploy a config to a work pool: its workers run it on schedule or on demand.
@@ -135,7 +131,7 @@ def deploy(
     deployments.check(wanted)
     page = deployments.deploy(wanted, pool)
     full_name = f"{flow}/{wanted.name}"
-    context.console().print(f"deployed {full_name} to pool '{pool}': {page}", markup=False)
+    context.say(f"deployed {full_name} to pool '{pool}': {page}")
     return Result({"status": "ok", "deployment": full_name, "pool": pool, "page": page})
 
 

@@ -54,14 +54,13 @@ def doctor(context: CommandContext) -> Result:
         table.add_column(heading, overflow="fold")
     for item in findings:
         table.add_row(MARKS[item.status], *map(escape, (item.name, item.detail, item.fix)))
-    console = context.console()
     bad = [item for item in findings if item.status == "bad"]
     for item in bad:
         fix = f"; {item.fix}" if item.fix else ""
-        console.print(f"{item.name}: {item.detail}{fix}", markup=False, soft_wrap=True)
+        context.say(f"{item.name}: {item.detail}{fix}")
     verdict = "usable" if not bad else f"not usable: fix the {len(bad)} above first"
-    console.print(verdict)
-    console.print(table, soft_wrap=False)
+    context.say(verdict)
+    context.console().print(table, soft_wrap=False)
     return Result(
         {"usable": not bad, "findings": [asdict(item) for item in findings]},
         exit_code=ResourceError.exit_code if bad else 0,
@@ -97,6 +96,13 @@ def python_version() -> Iterator[Finding]:
     yield Finding("python", "ok" if fine else "bad", detail, fix)
 
 
+def version_of(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def package_versions() -> Iterator[Finding]:
     """Every dependency against the range that the installed package itself declares."""
     from packaging.requirements import Requirement
@@ -113,13 +119,11 @@ def package_versions() -> Iterator[Finding]:
         if extra and extra[1] not in EXTRAS:
             continue
         wanted = f"{requirement.name}{requirement.specifier}"
-        try:
-            found = importlib.metadata.version(requirement.name)
-        except importlib.metadata.PackageNotFoundError:
+        found = version_of(requirement.name)
+        if found is None:
             if not extra:
                 yield Finding(requirement.name, "bad", "missing", f"pip install '{wanted}'")
-            continue
-        if requirement.specifier.contains(found, prereleases=True):
+        elif requirement.specifier.contains(found, prereleases=True):
             yield Finding(requirement.name, "ok", found)
         else:
             detail = f"{found}, outside the tested range {requirement.specifier}"
@@ -128,18 +132,12 @@ def package_versions() -> Iterator[Finding]:
 
 def stale_packages() -> Iterator[Finding]:
     """CUDA builds of torch's companions next to a CPU build of torch."""
-    try:
-        torch_version = importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
-        return
+    torch_version = version_of("torch") or ""
     if "+cpu" not in torch_version:
         return
     for name in STALE_BESIDE_CPU_TORCH:
-        try:
-            found = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        if "+cpu" not in found:
+        found = version_of(name)
+        if found is not None and "+cpu" not in found:
             detail = f"{found} next to torch {torch_version} breaks the import of transformers"
             yield Finding(name, "bad", detail, f"pip uninstall -y {name}")
 
@@ -269,8 +267,7 @@ def services(home: Path) -> Iterator[Finding]:
     for name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI"):
         address = os.environ.get(name, "")
         if address.startswith("http"):
-            path = "/health"
-            up = answers(f"{address.rstrip('/')}{path}")
+            up = answers(f"{address.rstrip('/')}/health")
             fix = "" if up else f"start that server, or unset {name}"
             detail = f"{redacted(address)} {'answers' if up else 'does not answer'}"
             yield Finding(name, "ok" if up else "bad", detail, fix)
@@ -312,9 +309,8 @@ def ray_cluster(home: Path) -> Iterator[Finding]:
     """Ray, and the nodes of this home's cluster."""
     from posttrain.pipelines.services.cluster import joined, shape_of
 
-    try:
-        found = importlib.metadata.version("ray")
-    except importlib.metadata.PackageNotFoundError:
+    found = version_of("ray")
+    if found is None:
         need = "not installed; needed for a section cluster only: pip install 'posttrain[ray]'"
         yield Finding("ray", "ok", need)
         return

@@ -32,11 +32,6 @@ EPILOG = (
 )
 
 
-@app.callback()
-def _group() -> None:
-    """Environments: whether one does what training relies on."""
-
-
 @app.command("check", epilog=EPILOG)
 @command()
 def check(
@@ -50,20 +45,17 @@ def check(
         ),
     ],
     stage: Annotated[
-        str | None,
-        typer.Option("--stage", help="Stage of the config.  \\[default: the first that has one]"),
+        str | None, typer.Option(help="Stage of the config.  \\[default: the first that has one]")
     ] = None,
     given: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="A=B", help="A field; of a config an override, A.B=C."),
     ] = None,
     task: Annotated[
-        str | None,
-        typer.Option("--task", metavar="TASK", help="Task whose problems are played: NAME,a=b."),
+        str | None, typer.Option(metavar="TASK", help="Task whose problems are played: NAME,a=b.")
     ] = None,
     tokenizer: Annotated[
-        Path | None,
-        typer.Option("--tokenizer", help="Folder of a model or tokenizer, for the token checks."),
+        Path | None, typer.Option(help="Folder of a model or tokenizer, for the token checks.")
     ] = None,
     turns: Annotated[
         list[str] | None,

@@ -11,6 +11,7 @@ import typer
 
 from posttrain.core.errors import ConfigError
 from posttrain.pipelines.cli.common import EPILOG_CODES, CommandContext, Result, command
+from posttrain.pipelines.cli.reports import result_of
 
 if TYPE_CHECKING:
     from posttrain.core.evaluation.suites import Progress
@@ -38,30 +39,22 @@ def evaluate(
         typer.Argument(
             metavar="MODEL|RUN[/STAGE]",
             help="A folder, a hub id, models:/NAME@ALIAS, or what a run made.",
-            show_default=False,
         ),
     ],
     suite: Annotated[
         list[str] | None,
-        typer.Option("--suite", metavar="SUITE", help="What to measure; give it several times."),
+        typer.Option(metavar="SUITE", help="What to measure; give it several times."),
     ] = None,
     tasks_dir: Annotated[
-        Path | None,
-        typer.Option(
-            "--tasks-dir", help="Folder with tasks of lm-eval as YAML files.", show_default=False
-        ),
+        Path | None, typer.Option(help="Folder with tasks of lm-eval as YAML files.")
     ] = None,
     limit: Annotated[
-        int | None,
-        typer.Option("--limit", min=1, help="Samples of each task.", show_default="all"),
+        int | None, typer.Option(min=1, help="Samples of each task.", show_default="all")
     ] = None,
     fewshot: Annotated[
         int | None,
         typer.Option(
-            "--fewshot",
-            min=0,
-            help="Examples in each prompt (lm_eval).",
-            show_default="as the task says",
+            min=0, help="Examples in each prompt (lm_eval).", show_default="as the task says"
         ),
     ] = None,
     chat_template: Annotated[
@@ -72,22 +65,19 @@ def evaluate(
             show_default="where the model has one",
         ),
     ] = None,
-    batch_size: Annotated[
-        int, typer.Option("--batch-size", min=1, help="Sequences computed together.")
-    ] = 16,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences computed together.")] = 16,
     max_tokens: Annotated[
-        int, typer.Option("--max-tokens", min=1, help="Of a response, where the task says nothing.")
+        int, typer.Option(min=1, help="Of a response, where the task says nothing.")
     ] = 256,
     max_model_len: Annotated[
         int | None,
         typer.Option(
-            "--max-model-len",
             min=8,
             help="Tokens of prompt and response (inspect, held_out).",
             show_default="as in the run",
         ),
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of sampling and of examples.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of sampling and of examples.")] = 0,
     download: Annotated[
         bool, typer.Option("--download", help="Let tasks fetch their data from a hub.")
     ] = False,
@@ -122,19 +112,16 @@ def evaluate(
     from posttrain.pipelines.run.model_evaluation import evaluate_model
     from posttrain.pipelines.run.model_reference import find_model
 
-    console = context.console()
     found = find_model(model, context.home, context.store)
-    console.print(f"model: {found.path} ({found.origin})", markup=False)
+    context.say(f"model: {found.path} ({found.origin})")
     for one in suites:
         if one.file:
-            console.print(f"suite {one.text}: runs the code in {one.file}", markup=False)
+            context.say(f"suite {one.text}: runs the code in {one.file}")
     with _bar() as progress:
         evaluated = evaluate_model(found, suites, options, context.home, progress, max_model_len)
     report = evaluated.report()
-    report.show(console)
-    console.print(f"results: {evaluated.folder}", markup=False)
-    from posttrain.pipelines.cli.reports import result_of
-
+    report.show(context.console())
+    context.say(f"results: {evaluated.folder}")
     return result_of(report)
 
 

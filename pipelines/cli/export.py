@@ -29,38 +29,27 @@ EPILOG = (
 def export(
     context: CommandContext,
     model: ModelArgument,
-    out: Annotated[
-        Path,
-        typer.Argument(metavar="DIR", help="New or empty folder.", show_default=False),
-    ],
+    out: Annotated[Path, typer.Argument(metavar="DIR", help="New or empty folder.")],
     adapter: Annotated[
         bool, typer.Option("--adapter", help="The LoRA adapter alone, for peft and vLLM.")
     ] = False,
     gguf: Annotated[
         list[str] | None,
         typer.Option(
-            "--gguf",
-            metavar="TYPE",
-            help="A GGUF file instead, for llama.cpp: f16 or q8_0, or both in turn.",
+            metavar="TYPE", help="A GGUF file instead, for llama.cpp: f16 or q8_0, or both in turn."
         ),
     ] = None,
     name: Annotated[
-        str | None,
-        typer.Option(
-            "--name", help="Title.  \\[default: of the run and its stage]", show_default=False
-        ),
+        str | None, typer.Option(help="Title.  \\[default: of the run and its stage]")
     ] = None,
     licence: Annotated[
         str | None,
         typer.Option(
-            "--license",
-            help="Licence in the card.  \\[default: that of the base model, if known]",
-            show_default=False,
+            "--license", help="Licence in the card.  \\[default: that of the base model, if known]"
         ),
     ] = None,
     hub: Annotated[
-        str | None,
-        typer.Option("--hub", metavar="OWNER/NAME", help="Upload the folder; needs HF_TOKEN."),
+        str | None, typer.Option(metavar="OWNER/NAME", help="Upload the folder; needs HF_TOKEN.")
     ] = None,
     public: Annotated[bool, typer.Option("--public", help="Make the repository public.")] = False,
     dry_run: Annotated[
@@ -77,17 +66,13 @@ def export(
     found = find_model(model, context.home, context.store)
     options = exporting.ExportOptions(
         out=out.expanduser().resolve(),
-        name=name or _title(found.run.name if found.run else "", found.stage, found.given),
+        name=name or (f"{found.run.name}-{found.stage}" if found.run else Path(found.given).name),
         adapter=adapter,
         gguf=exporting.gguf_types(gguf or ()),
         licence=licence,
     )
     exporting.check(found, options)
-    console = context.console()
-
-    def say(text: str) -> None:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
-
+    say = context.say
     say(f"{found.origin}, digest {found.digest[:12]}")
     values = {"model": model, "digest": found.digest, "folder": str(options.out), "hub": hub}
     if dry_run:
@@ -115,7 +100,3 @@ def export(
     return Result(
         values | {"status": "ok", "files": [asdict(file) for file in files], "page": page}
     )
-
-
-def _title(run: str, stage: str, given: str) -> str:
-    return f"{run}-{stage}" if run else Path(given).name

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from posttrain.pipelines.cli.common import (
-    EPILOG_CODES,
-    CommandContext,
-    Result,
+from posttrain.pipelines.cli.common import EPILOG_CODES, CommandContext, Result, command
+from posttrain.pipelines.cli.reports import (
+    OutOption,
     RunArgument,
-    command,
+    StageOption,
+    StepOption,
+    give,
+    open_run,
 )
-from posttrain.pipelines.cli.reports import OutOption, StageOption, StepOption, give, open_run
 
 EPILOG = (
     "Examples:\n\n"

@@ -11,6 +11,7 @@ from posttrain.pipelines.cli import complete
 from posttrain.pipelines.cli.common import (
     EPILOG_CODES,
     CommandContext,
+    PlainOption,
     Result,
     SetOption,
     command,
@@ -18,7 +19,6 @@ from posttrain.pipelines.cli.common import (
 from posttrain.pipelines.cli.reports import OutOption, give
 
 if TYPE_CHECKING:
-    from posttrain.core.store.artifacts import RunResult
     from posttrain.pipelines.api.fork import Fork
 
 EPILOG = (
@@ -43,31 +43,21 @@ def fork(
             metavar="RUN",
             help="Id that `posttrain run` printed, or its start.",
             autocompletion=complete.runs,
-            show_default=False,
         ),
     ] = None,
-    step: Annotated[
-        int | None,
-        typer.Option("--step", min=1, help="Last step that is shared.", show_default=False),
-    ] = None,
+    step: Annotated[int | None, typer.Option(min=1, help="Last step that is shared.")] = None,
     stage: Annotated[
         str | None,
         typer.Option(
-            "--stage",
             help="Stage that is forked; without --step, the fork is before its first step.",
             autocompletion=complete.stages,
-            show_default=False,
         ),
     ] = None,
     overrides: SetOption = None,
     seeds: Annotated[
         int | None,
         typer.Option(
-            "--seeds",
-            min=1,
-            max=1000,
-            help="So many forks, each with draws of its own after the step.",
-            show_default=False,
+            min=1, max=1000, help="So many forks, each with draws of its own after the step."
         ),
     ] = None,
     dry_run: Annotated[
@@ -77,9 +67,7 @@ def fork(
         bool, typer.Option("--tree", help="Draw which runs of the home were forked from which.")
     ] = False,
     out: OutOption = None,
-    plain: Annotated[
-        bool, typer.Option("--plain", help="One line per step instead of a live display.")
-    ] = False,
+    plain: PlainOption = False,
 ) -> Result:
     """Start a run that shares the first steps of another one and goes on under changed settings.
 
@@ -103,7 +91,7 @@ def fork(
         for seed in numbers
     ]
     for note in forks[0].notes:
-        context.console().print(f"note: {note}", markup=False)
+        context.say(f"note: {note}")
     if dry_run:
         return _planned(forks, context)
     return _run(forks, context, plain=plain)
@@ -121,7 +109,7 @@ def _planned(forks: list[Fork], context: CommandContext) -> Result:
         plan = planned(resolved, manager, context.home, context.store)
         console = context.console()
         if made.seed is not None:
-            console.print(f"seed {made.seed}:", markup=False)
+            context.say(f"seed {made.seed}:")
         print_stages(plan.stages, console, why=False)
         if plan.estimates:
             print_estimates(plan, console)
@@ -131,14 +119,28 @@ def _planned(forks: list[Fork], context: CommandContext) -> Result:
 
 def _run(forks: list[Fork], context: CommandContext, *, plain: bool) -> Result:
     """Run one fork after another; all stages before the fork are done by then."""
+    from posttrain.pipelines.api.calls import run_configs
+    from posttrain.pipelines.cli.run import shown
+    from posttrain.pipelines.run.prefect_server import OwnServer
+    from posttrain.pipelines.run.summary import print_summary, to_json
+
     done = []
     for made in forks:
-        result = _run_one(made, context, plain=plain)
+        server = OwnServer(context.home)
+        if made.seed is not None:
+            context.say(f"\nfork with seed {made.seed}")
+        result, _, _ = run_configs(
+            [made.config],
+            made.overrides,
+            context.home,
+            context.store,
+            lambda: shown(as_json=context.as_json, plain=plain),
+            server,
+        )
+        print_summary(result, context.console())
         done.append((made, result))
         if result.status != "completed":
             break
-    from posttrain.pipelines.run.summary import to_json
-
     rows = [{**to_json(result), "forked_from": made.to_json()} for made, result in done]
     status = done[-1][1].status
     if not context.as_json and status == "completed":
@@ -149,24 +151,3 @@ def _run(forks: list[Fork], context: CommandContext, *, plain: bool) -> Result:
         print(f"  posttrain fork --tree {given}".rstrip())
     values = rows[0] if len(forks) == 1 else {"status": status, "runs": rows}
     return Result(values, exit_code=0 if status == "completed" else 1)
-
-
-def _run_one(made: Fork, context: CommandContext, *, plain: bool) -> RunResult:
-    from posttrain.pipelines.api.calls import run_configs
-    from posttrain.pipelines.cli.run import shown
-    from posttrain.pipelines.run.prefect_server import OwnServer
-    from posttrain.pipelines.run.summary import print_summary
-
-    server = OwnServer(context.home)
-    if made.seed is not None:
-        context.console().print(f"\nfork with seed {made.seed}", markup=False)
-    result, _, _ = run_configs(
-        [made.config],
-        made.overrides,
-        context.home,
-        context.store,
-        lambda: shown(as_json=context.as_json, plain=plain),
-        server,
-    )
-    print_summary(result, context.console())
-    return result

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from posttrain.core.errors import ConfigError
 from posttrain.pipelines.cli.common import EPILOG_CODES, CommandContext, Result, command
 
 EPILOG = (
@@ -23,54 +25,36 @@ EPILOG = (
 @command(store=True)
 def import_dump(
     context: CommandContext,
-    dump: Annotated[
-        Path,
-        typer.Argument(metavar="DUMP", help="File or folder of rollouts.", show_default=False),
-    ],
+    dump: Annotated[Path, typer.Argument(metavar="DUMP", help="File or folder of rollouts.")],
     model: Annotated[
         str,
         typer.Option(
-            "--model",
             metavar="MODEL",
             help="Model whose tokenizer and log-probs are used: best the one that was trained.",
-            show_default=False,
         ),
     ],
     algorithm: Annotated[
-        str,
-        typer.Option(
-            "--algorithm", help="Preset for the loss, and for advantages not in the dump."
-        ),
+        str, typer.Option(help="Preset for the loss, and for advantages not in the dump.")
     ] = "grpo",
     match: Annotated[
-        str,
-        typer.Option("--match", help="How answers are compared with verl's gts; field of `jsonl`."),
+        str, typer.Option(help="How answers are compared with verl's gts; field of `jsonl`.")
     ] = "last_number",
     weight: Annotated[
         list[str] | None,
-        typer.Option(
-            "--weight", metavar="REWARD=W", help="TRL's reward_weights; 1 for those not named."
-        ),
+        typer.Option(metavar="REWARD=W", help="TRL's reward_weights; 1 for those not named."),
     ] = None,
-    temperature: Annotated[
-        float, typer.Option("--temperature", help="Temperature that was sampled at.")
-    ] = 1.0,
+    temperature: Annotated[float, typer.Option(help="Temperature that was sampled at.")] = 1.0,
     logprobs: Annotated[
         bool,
         typer.Option("--logprobs/--no-logprobs", help="Evaluate every response by the model."),
     ] = True,
-    name: Annotated[
-        str | None, typer.Option("--name", help="Name of the run.", show_default=False)
-    ] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the run.")] = None,
 ) -> Result:
     """Read the rollouts that verl or TRL dumped, and make a run of them in the home.
 
     The dump is not changed. The same dump with the same options is the same run.
     """
-    import math
-
     from posttrain.core.data.dumps import read_dump
-    from posttrain.core.errors import ConfigError
     from posttrain.core.models.quiet import quiet_libraries
     from posttrain.pipelines.analysis.imported import ImportOptions
     from posttrain.pipelines.analysis.imported import import_dump as imported
@@ -83,17 +67,15 @@ def import_dump(
     options = ImportOptions(model, algorithm, match, name or "", logprobs, temperature)
     with make_reporter(json=context.as_json, plain=True) as reporter:
         done = imported(read, options, context.home, context.store, reporter)
-    console = context.console()
     for note in done.notes:
-        console.print(f"note: {note}", markup=False)
+        context.say(f"note: {note}")
     more = " ".join(["", *context.options()])
     short = done.run_id[:12]
-    console.print(
+    context.say(
         f"run {short}: {done.responses} responses of {len(done.steps)} steps "
         f"({read.format}); rewards {', '.join(read.reward_names)}\n\nnext:\n"
         f"  posttrain forensics {short}{more}\n"
-        f"  posttrain inspect {short} --step {done.steps[0]}{more}",
-        markup=False,
+        f"  posttrain inspect {short} --step {done.steps[0]}{more}"
     )
     return Result(
         {
@@ -109,10 +91,6 @@ def import_dump(
 
 def parsed_weights(given: list[str]) -> dict[str, float]:
     """`correctness=1`, several times, as numbers by name; raises `ConfigError`."""
-    import math
-
-    from posttrain.core.errors import ConfigError
-
     found = {}
     for text in given:
         name, sign, number = text.rpartition("=")

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from posttrain.core.data.overview import Overview
     from posttrain.core.plugin_manager import PluginManager
 
+T = TypeVar("T")
 CONFIG_FILE = "posttrain.yaml"
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 DEFAULT_TASK = "arithmetic"
@@ -53,13 +54,11 @@ def init(
         Path, typer.Argument(metavar="DIR", help="Folder for the config; made if missing.")
     ] = Path("."),
     model: Annotated[
-        str | None,
-        typer.Option("--model", help="Base model: hub id, folder or models:/NAME@alias."),
+        str | None, typer.Option(help="Base model: hub id, folder or models:/NAME@alias.")
     ] = None,
     data: Annotated[
         str | None,
         typer.Option(
-            "--data",
             metavar="FILE|TASK",
             help="Your file, hub:owner/name, or a task such as arithmetic or gsm8k.",
             autocompletion=lambda incomplete: complete.files(incomplete, DATA_SUFFIXES),
@@ -67,23 +66,17 @@ def init(
     ] = None,
     method: Annotated[
         str | None,
-        typer.Option(
-            "--method", help=f"{', '.join(METHODS)}.", autocompletion=lambda: list(METHODS)
-        ),
+        typer.Option(help=f"{', '.join(METHODS)}.", autocompletion=lambda: list(METHODS)),
     ] = None,
     reward: Annotated[
         str | None,
         typer.Option(
-            "--reward",
-            metavar="NAME[,field=value]",
-            help="What rl rewards.",
-            autocompletion=complete.plugins,
+            metavar="NAME[,field=value]", help="What rl rewards.", autocompletion=complete.plugins
         ),
     ] = None,
     teacher: Annotated[
         str | None,
         typer.Option(
-            "--teacher",
             metavar="MODEL",
             help="With distill: the larger model, a folder, of the same tokenizer or another.",
             autocompletion=lambda incomplete: complete.files(incomplete, ()),
@@ -91,9 +84,7 @@ def init(
     ] = None,
     length: Annotated[
         str | None,
-        typer.Option(
-            "--length", help=f"{', '.join(LENGTHS)}.", autocompletion=lambda: list(LENGTHS)
-        ),
+        typer.Option(help=f"{', '.join(LENGTHS)}.", autocompletion=lambda: list(LENGTHS)),
     ] = None,
     yes: Annotated[
         bool, typer.Option("--yes", "-y", help="Ask nothing; take the defaults.")
@@ -114,13 +105,12 @@ def init(
     manager = PluginManager()
     ask = _Questions(context, manager, yes)
     source = ask("1. Base model (hub id or folder)", model, DEFAULT_MODEL, _a_model)
-    named = ask(
+    found = ask(
         "2. Your data (a file, hub:owner/name, or a task such as arithmetic, gsm8k)",
         data,
         default_data(),
         ask.data,
     )
-    found = ask.data(named)
     usual = "distill" if teacher and "distill" in found.methods else found.methods[0]
     choices = ", ".join(f"{name} = {METHODS[name]}" for name in found.methods)
     chosen = ask(f"3. Method ({choices})", method, usual, found.fits)
@@ -130,44 +120,48 @@ def init(
     ):
         if given is not None and chosen not in takes:
             raise ConfigError(f"{option} goes with method {' or '.join(takes)}, not with {chosen}")
-    rewarded = taught = ""
+    rewarded: dict[str, object] = {}
+    taught = ""
     if "rl" in chosen:
         rewarded = ask("4. Reward", reward, found.reward, ask.reward)
     elif chosen == "distill":
         taught = ask("4. Teacher (the folder of a larger model)", teacher, "", _a_teacher)
     long = ask(f"5. How long ({', '.join(LENGTHS)})", length, "short", _a_length)
-    plan = _plan(found, source, chosen, long, ask.reward(rewarded) if rewarded else {}, folder)
-    plan = replace(plan, teacher=taught)
-    text = first_config(_measured(plan, found, source, context), header(SCHEMA_FILE))
+    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", folder.resolve().name).strip("-_.") or "posttrain"
+    plan = Plan(
+        name=name[:100],
+        model=source,
+        method=chosen,
+        length=long,
+        file=found.file,
+        task=found.task,
+        reward=rewarded,
+        teacher=taught,
+    )
+    text = first_config(_measured(plan, found, context), header(SCHEMA_FILE))
     _write(path, text, manager)
     return _done(context, path, plan, found)
 
 
 class _Questions:
-    """Asks on a terminal, or takes an option or the default; every answer is checked at once."""
+    """Asks on a terminal, or takes an option or the default; every answer is read at once."""
 
     def __init__(self, context: CommandContext, manager: PluginManager, yes: bool) -> None:
         self.context, self.manager, self.yes = context, manager, yes
 
-    def __call__(
-        self, text: str, given: str | None, default: str, check: Callable[[str], object]
-    ) -> str:
-        """The option's value, else the default with `--yes`, else what is typed.
+    def __call__(self, text: str, given: str | None, default: str, read: Callable[[str], T]) -> T:
+        """The option's value, else the default with `--yes`, else what is typed, as `read` has it.
 
         A typed answer that does not fit is asked for again; any other is an error.
         """
         if given is not None or self.yes:
-            answer = default if given is None else given
-            check(answer)
-            return answer
+            return read(default if given is None else given)
         while True:
             answer = str(typer.prompt(text, default=default or None, err=self.context.as_json))
             try:
-                check(answer)
+                return read(answer.strip())
             except PosttrainError as error:
                 typer.echo(f"  {error}", err=True)
-            else:
-                return answer.strip()
 
     def data(self, named: str) -> _Data:
         """What a file is taken for by its columns, or else the task of that name."""
@@ -233,7 +227,7 @@ class _Data:
             return cls(task, ("rl",), "", found=found)
         return cls(task, FOR_PURPOSE["rl"], found=found)
 
-    def fits(self, method: str) -> None:
+    def fits(self, method: str) -> str:
         if method not in METHODS:
             raise ConfigError(
                 f"no method '{method}'{nearest(method, METHODS)} (methods: {list(METHODS)})"
@@ -246,6 +240,7 @@ class _Data:
                 f"which is data for {' or '.join(self.methods)}, not for {method}: choose that "
                 "method, or other data (posttrain data show FILE)"
             )
+        return method
 
 
 def default_data() -> str:
@@ -255,48 +250,31 @@ def default_data() -> str:
     return files[0] if len(files) == 1 else DEFAULT_TASK
 
 
-def _a_model(name: str) -> None:
+def _a_model(name: str) -> str:
     from posttrain.core.config.sections import ModelSection
     from posttrain.core.models.source import check_source
 
     check_source(ModelSection(source=name))
+    return name
 
 
-def _a_teacher(name: str) -> None:
+def _a_teacher(name: str) -> str:
     if not (Path(name) / "config.json").is_file():
         raise ConfigError(
             f"the method distill needs the folder of a larger model; '{name}' has no config.json: "
             "--teacher DIR (a server is written into the config afterwards: `teachers`)"
         )
+    return name
 
 
-def _a_length(name: str) -> None:
+def _a_length(name: str) -> str:
     if name not in LENGTHS:
         raise ConfigError(f"no length '{name}'{nearest(name, LENGTHS)} (lengths: {list(LENGTHS)})")
+    return name
 
 
-def _plan(
-    found: _Data, model: str, method: str, length: str, reward: dict[str, object], folder: Path
-) -> Plan:
-    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", folder.resolve().name).strip("-_.") or "posttrain"
-    taken = ""
-    if found.found is not None:
-        taken = f"{found.found.rows} rows: {found.found.taken.format}"
-    plan = Plan(
-        name=name[:100],
-        model=model,
-        method=method,
-        length=length,
-        file=found.file,
-        taken=taken,
-        task=found.task,
-        reward=reward,
-    )
-    return plan if found.found is None else replace(plan, rows=found.found.rows)
-
-
-def _measured(plan: Plan, found: _Data, model: str, context: CommandContext) -> Plan:
-    """The plan with the lengths of the data: in tokens if the model is on this disk."""
+def _measured(plan: Plan, found: _Data, context: CommandContext) -> Plan:
+    """The plan with the rows and lengths of the data: in tokens if the model is on this disk."""
     if found.found is None:
         short = plan.task.get("name") in ("arithmetic", "digits")
         return replace(plan, response=16 if short else 256)
@@ -305,7 +283,7 @@ def _measured(plan: Plan, found: _Data, model: str, context: CommandContext) -> 
     from posttrain.core.data.tokens import ChatTokenizer
     from posttrain.core.models.source import known_folder
 
-    folder = known_folder(ModelSection(source=model), context.home / "models")
+    folder = known_folder(ModelSection(source=plan.model), context.home / "models")
     if folder is None:
         chars = sorted(found.found.chars)
         longest = chars[int(0.99 * (len(chars) - 1))] // CHARS_PER_TOKEN + 32
@@ -315,7 +293,9 @@ def _measured(plan: Plan, found: _Data, model: str, context: CommandContext) -> 
         longest = tokens[int(0.99 * (len(tokens) - 1))] if tokens else 0
     answers = [len(look.answer) for look in found.found.shown]
     response = 64 if answers and max(answers) < 20 and plan.task.get("match") is None else 256
-    return replace(plan, longest=longest, response=response)
+    rows = found.found.rows
+    taken = f"{rows} rows: {found.found.taken.format}"
+    return replace(plan, rows=rows, taken=taken, longest=longest, response=response)
 
 
 def _write(path: Path, text: str, manager: PluginManager) -> None:
@@ -336,27 +316,24 @@ def _write(path: Path, text: str, manager: PluginManager) -> None:
 
 
 def _done(context: CommandContext, path: Path, plan: Plan, found: _Data) -> Result:
-    console = context.console()
     if found.found is not None:
         taken = found.found.taken
-        console.print(
-            f"{found.found.source}: {found.found.rows} rows, {taken.format}, because {taken.why}",
-            markup=False,
+        context.say(
+            f"{found.found.source}: {found.found.rows} rows, {taken.format}, because {taken.why}"
         )
         if found.found.num_problems:
-            console.print(
+            context.say(
                 f"{found.found.num_problems} row(s) have problems, such as: "
-                f"{found.found.problems[0]} (posttrain data show {found.found.source})",
-                markup=False,
+                f"{found.found.problems[0]} (posttrain data show {found.found.source})"
             )
-    console.print(f"wrote {path} and {path.with_name(SCHEMA_FILE)}", markup=False)
-    console.print("next:", markup=False)
+    context.say(f"wrote {path} and {path.with_name(SCHEMA_FILE)}")
+    context.say("next:")
     for name, about in (
         ("validate", "check everything, model and data included"),
         ("plan", "what would run; time, memory and disk"),
         ("run", "run it; the same command continues after an interruption"),
     ):
-        console.print(f"  posttrain {name} {path}   # {about}", markup=False)
+        context.say(f"  posttrain {name} {path}   # {about}")
     return Result(
         {
             "status": "ok",

@@ -9,14 +9,8 @@ import typer
 
 from posttrain.core.errors import ConfigError
 from posttrain.pipelines.cli import complete
-from posttrain.pipelines.cli.common import (
-    EPILOG_CODES,
-    CommandContext,
-    Result,
-    RunArgument,
-    command,
-)
-from posttrain.pipelines.cli.reports import give, open_run, result_of
+from posttrain.pipelines.cli.common import EPILOG_CODES, CommandContext, Result, command
+from posttrain.pipelines.cli.reports import RunArgument, give, open_run, result_of
 
 EPILOG = (
     "Examples:\n\n"
@@ -39,25 +33,21 @@ def inspect(
     context: CommandContext,
     run: RunArgument,
     step: Annotated[
-        int | None, typer.Option("--step", min=1, help="Step to look at; without it, a list.")
+        int | None, typer.Option(min=1, help="Step to look at; without it, a list.")
     ] = None,
     stage: Annotated[
         str | None,
         typer.Option(
-            "--stage",
             help="Stage that trains; left out, the only one of kind rl or distill.",
             autocompletion=complete.stages,
         ),
     ] = None,
     what_if: Annotated[
         list[str] | None,
-        typer.Option(
-            "--what-if", metavar="LOSS[@AGGREGATOR]", help="Another loss to compare with."
-        ),
+        typer.Option(metavar="LOSS[@AGGREGATOR]", help="Another loss to compare with."),
     ] = None,
     out: Annotated[
-        Path | None,
-        typer.Option("--out", help="The page.  \\[default: HOME/reports/...]", show_default=False),
+        Path | None, typer.Option(help="The page.  \\[default: HOME/reports/...]")
     ] = None,
 ) -> Result:
     """Show what each token of a past step got from its loss, and would get from another.

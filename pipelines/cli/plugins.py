@@ -107,26 +107,23 @@ def show(
             f"no {kind or 'plugin'} named '{name}'{nearest(name, names)} (installed: {names})"
         )
     details = [describe(entry, manager) for entry in found]
-    console = context.console()
     for entry, detail in zip(found, details, strict=True):
-        console.print(f"{entry.kind} '{entry.name}'", style="bold", markup=False)
+        context.say(f"{entry.kind} '{entry.name}'", style="bold")
         source = f"{detail['source']} (package {entry.package} {entry.version})"
-        console.print(source, style="dim", markup=False)
-        console.print(f"\n{detail['doc']}\n", markup=False)
+        context.say(source, style="dim")
+        context.say(f"\n{detail['doc']}\n")
         for field in detail["fields"]:
-            console.print(field_line(field), markup=False)
+            context.say(field_line(field))
         if not detail["fields"]:
-            console.print("  it has no fields", markup=False)
+            context.say("  it has no fields")
         if detail["expands_to"] is not None:
             import yaml
 
             kind_of_stage = entry.cls.stage  # type: ignore[attr-defined]
             text = yaml.safe_dump(detail["expands_to"], sort_keys=False)
-            console.print(
-                f"\nsets, as YAML of a stage of kind '{kind_of_stage}':\n\n{text}", markup=False
-            )
+            context.say(f"\nsets, as YAML of a stage of kind '{kind_of_stage}':\n\n{text}")
             for axis in detail["axes"]:
-                console.print(_axis_text(axis), markup=False)
+                context.say(_axis_text(axis))
     return Result({"plugins": details})
 
 
@@ -172,7 +169,7 @@ def new(
     ],
     name: Annotated[str, typer.Argument(help="Its name: lower-case letters, digits and _.")],
     out: Annotated[
-        Path, typer.Option("--out", help="Folder to write to.", show_default="this folder")
+        Path, typer.Option(help="Folder to write to.", show_default="this folder")
     ] = Path(),
     file: Annotated[
         bool, typer.Option("--file", help="Write one file instead of a package.")
@@ -181,7 +178,6 @@ def new(
     """Write a package, or a file, with a working plugin of a kind, to be changed."""
     from posttrain.core.kit.new import USES, class_name, file_of, package_of, write_new
 
-    console = context.console()
     if file:
         name_of_file, text = file_of(kind, name)
         (path,) = write_new({name_of_file: text}, out)
@@ -196,9 +192,9 @@ def new(
         )
         plugin = f"{module}:{class_name(name)}"
     for path in written:
-        console.print(f"wrote {path}", markup=False, soft_wrap=True)
-    console.print(f"check it:   posttrain plugins check {plugin}", markup=False, soft_wrap=True)
-    console.print(f"in a config: {USES[kind].format(plugin)}", markup=False, soft_wrap=True)
+        context.say(f"wrote {path}")
+    context.say(f"check it:   posttrain plugins check {plugin}")
+    context.say(f"in a config: {USES[kind].format(plugin)}")
     return Result({"kind": kind, "plugin": plugin, "files": [str(path) for path in written]})
 
 
@@ -222,8 +218,7 @@ def check(
         typer.Option("--set", metavar="FIELD=VALUE", help="A setting that has no default."),
     ] = None,
     tokenizer: Annotated[
-        Path | None,
-        typer.Option("--tokenizer", help="Folder of a tokenizer to check a renderer with."),
+        Path | None, typer.Option(help="Folder of a tokenizer to check a renderer with.")
     ] = None,
 ) -> Result:
     """Run the checks of a plugin's kind, and say which it fails and why; exit code 1 if any."""

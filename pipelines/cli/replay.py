@@ -6,14 +6,8 @@ from typing import Annotated
 
 import typer
 
-from posttrain.pipelines.cli.common import (
-    EPILOG_CODES,
-    CommandContext,
-    Result,
-    RunArgument,
-    command,
-)
-from posttrain.pipelines.cli.reports import StageOption, open_run
+from posttrain.pipelines.cli.common import EPILOG_CODES, CommandContext, Result, command
+from posttrain.pipelines.cli.reports import RunArgument, StageOption, open_run
 
 EPILOG = (
     "Examples:\n\n"
@@ -28,7 +22,7 @@ EPILOG = (
 def replay(
     context: CommandContext,
     run: RunArgument,
-    step: Annotated[int, typer.Option("--step", min=1, help="Optimizer step, from 1.")],
+    step: Annotated[int, typer.Option(min=1, help="Optimizer step, from 1.")],
     stage: StageOption = None,
 ) -> Result:
     """Compute a past optimizer step again and compare it, tensor by tensor, with its record.
@@ -44,5 +38,5 @@ def replay(
         result = Replay(past, reporter).step(step, stage)
     first = result.first_difference
     verdict = "equal" if first is None else f"not equal. First: {first}"
-    context.console().print(f"step {result.step} of stage {result.stage}: {verdict}", markup=False)
+    context.say(f"step {result.step} of stage {result.stage}: {verdict}")
     return Result(result.values(), exit_code=0 if first is None else 1)

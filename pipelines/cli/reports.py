@@ -15,6 +15,14 @@ if TYPE_CHECKING:
     from posttrain.core.analysis.report import Report
     from posttrain.pipelines.analysis.past_run import PastRun
 
+RunArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN",
+        help="Id that `posttrain run` printed, or its start.",
+        autocompletion=complete.runs,
+    ),
+]
 OutOption = Annotated[
     Path | None,
     typer.Option(
@@ -55,17 +63,17 @@ def give(context: CommandContext, report: Report, what: str, out: Path | None) -
     from posttrain.core.analysis.report import write_page
 
     page = write_page(report_path(context.home, what, out), report.html())
-    console = context.console()
-    report.show(console)
-    console.print(f"page: {page}", markup=False)
+    report.show(context.console())
+    context.say(f"page: {page}")
     return result_of(report, page=str(page))
 
 
-def result_of(report: Report, **more: object) -> Result:
+def result_of(report: Report, exit_code: int = 0, **more: object) -> Result:
     """The report's JSON object."""
     from posttrain.core.analysis.report import plain
 
-    return Result({name: plain(value) for name, value in {**report.values, **more}.items()})
+    values = {name: plain(value) for name, value in {**report.values, **more}.items()}
+    return Result(values, exit_code)
 
 
 def report_path(home: Path, what: str, out: Path | None) -> Path:

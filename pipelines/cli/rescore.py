@@ -6,14 +6,15 @@ from typing import Annotated
 
 import typer
 
-from posttrain.pipelines.cli.common import (
-    EPILOG_CODES,
-    CommandContext,
-    Result,
+from posttrain.pipelines.cli.common import EPILOG_CODES, CommandContext, Result, command
+from posttrain.pipelines.cli.reports import (
+    OutOption,
     RunArgument,
-    command,
+    StageOption,
+    StepOption,
+    give,
+    open_run,
 )
-from posttrain.pipelines.cli.reports import OutOption, StageOption, StepOption, give, open_run
 
 EPILOG = (
     "Examples:\n\n"
@@ -32,7 +33,6 @@ def rescore(
     reward: Annotated[
         list[str] | None,
         typer.Option(
-            "--reward",
             metavar="NAME[,field=value][:weight]",
             help="A reward with its fields and weight; give it several times.",
         ),

@@ -17,6 +17,7 @@ from posttrain.pipelines.cli.common import (
     EPILOG_CODES,
     CommandContext,
     ConfigsArgument,
+    PlainOption,
     Result,
     SetOption,
     command,
@@ -58,21 +59,16 @@ def run(
     no_cache: Annotated[
         bool, typer.Option("--no-cache", help="Compute every stage, also those already computed.")
     ] = False,
-    plain: Annotated[
-        bool, typer.Option("--plain", help="One line per step instead of a live display.")
-    ] = False,
+    plain: PlainOption = False,
     approve: Annotated[
         list[str] | None,
-        typer.Option(
-            "--approve", metavar="STAGE", help="Answer this gate with yes; all = every gate."
-        ),
+        typer.Option(metavar="STAGE", help="Answer this gate with yes; all = every gate."),
     ] = None,
     reject: Annotated[
-        list[str] | None,
-        typer.Option("--reject", metavar="STAGE", help="Answer this gate with no."),
+        list[str] | None, typer.Option(metavar="STAGE", help="Answer this gate with no.")
     ] = None,
     reason: Annotated[
-        str, typer.Option("--reason", help="Why, kept with the answer.", show_default=False)
+        str, typer.Option(help="Why, kept with the answer.", show_default=False)
     ] = "",
 ) -> Result:
     """Run the pipeline of a config. Stages that were computed before are reused."""
@@ -82,7 +78,6 @@ def run(
     from posttrain.core.store.approval import ApprovalNeeded
 
     answers = given_answers(approve, reject, reason)
-    waiting: ApprovalNeeded | None = None
     try:
         result, _, _ = run_configs(
             configs,
@@ -96,9 +91,7 @@ def run(
             answers=answers,
         )
     except ApprovalNeeded as needed:
-        waiting = needed
-    if waiting is not None:
-        return _waiting(waiting, context, configs, overrides)
+        return _waiting(needed, context, configs, overrides)
     from posttrain.pipelines.run.summary import next_commands, print_summary, to_json
 
     print_summary(result, context.console())

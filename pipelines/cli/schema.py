@@ -26,8 +26,7 @@ EPILOG = (
 def schema(
     context: CommandContext,
     out: Annotated[
-        Path | None,
-        typer.Option("--out", help="File to write.  \\[default: standard output]"),
+        Path | None, typer.Option(help="File to write.  \\[default: standard output]")
     ] = None,
 ) -> Result | None:
     """Print or write the JSON Schema of a config: sections, stage kinds, every plugin's fields."""
@@ -36,8 +35,8 @@ def schema(
         print(text, file=context.stdout)
         return None
     write_schema(out, text)
-    context.console().print(f"wrote {out}; begin a config with", markup=False)
-    context.console().print(header(out), markup=False)
+    context.say(f"wrote {out}; begin a config with")
+    context.say(header(out))
     return Result({"status": "ok", "schema": str(out)})
 
 

@@ -6,7 +6,7 @@ import os
 import shlex
 import signal
 import sys
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -14,9 +14,6 @@ from posttrain.core.errors import ConfigError, ResourceError
 from posttrain.pipelines.cli.chat import DtypeOption, MaxModelLenOption, ModelArgument
 from posttrain.pipelines.cli.common import EXIT_INTERRUPTED, CommandContext, command, interrupt
 from posttrain.pipelines.services.listening import HOST, check_port
-
-if TYPE_CHECKING:
-    from posttrain.pipelines.run.model_reference import FoundModel
 
 KEY_VARIABLE = "POSTTRAIN_API_KEY"
 LOCAL = (HOST, "localhost", "::1")
@@ -37,25 +34,18 @@ def serve_model(
     context: CommandContext,
     model: ModelArgument,
     engine: Annotated[
-        Literal["auto", "builtin", "vllm"], typer.Option("--engine", help="What computes.")
+        Literal["auto", "builtin", "vllm"], typer.Option(help="What computes.")
     ] = "auto",
-    host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = HOST,
-    port: Annotated[int, typer.Option("--port", min=1, max=65535)] = 8000,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = HOST,
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
     name: Annotated[
-        str | None,
-        typer.Option(
-            "--name",
-            help="The model's name in requests.  \\[default: as it was given]",
-            show_default=False,
-        ),
+        str | None, typer.Option(help="The model's name in requests.  \\[default: as it was given]")
     ] = None,
     api_key: Annotated[
         str | None,
         typer.Option(
-            "--api-key",
             envvar=KEY_VARIABLE,
             help="Key that requests must bring; the variable keeps it out of lists of processes.",
-            show_default=False,
         ),
     ] = None,
     dtype: DtypeOption = None,
@@ -99,19 +89,6 @@ def serve_model(
         os.execve(by_hand[0], by_hand, vllm_environment(api_key))
     if engine == "auto":
         print(f"built-in engine: {missing}", flush=True)
-    _serve_builtin(found, name, host, port, api_key, url, dtype, max_model_len)
-
-
-def _serve_builtin(
-    found: FoundModel,
-    name: str,
-    host: str,
-    port: int,
-    api_key: str | None,
-    url: str,
-    dtype: str | None,
-    max_model_len: int | None,
-) -> None:
     signal.signal(signal.SIGTERM, interrupt)  # while the model is loaded; then uvicorn's own
     try:
         from posttrain.core.plugin_manager import PluginManager
@@ -120,9 +97,8 @@ def _serve_builtin(
 
         speaker = Speaker(found, PluginManager(), max_model_len=max_model_len, dtype=dtype)
         app = build_app(speaker, name, api_key)
-        serve(
-            app, host, port, lambda: print(f"serving '{name}' at {url}; Ctrl-C stops", flush=True)
-        )
+        ready = f"serving '{name}' at {url}; Ctrl-C stops"
+        serve(app, host, port, lambda: print(ready, flush=True))
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr, flush=True)
         raise typer.Exit(EXIT_INTERRUPTED) from None

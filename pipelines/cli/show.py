@@ -5,8 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import textwrap
-from collections.abc import Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -34,17 +32,16 @@ def show(context: CommandContext, ctx: typer.Context) -> Result | None:
     from posttrain.core.config.stage_kinds import sections
     from posttrain.core.plugin_manager import PluginManager
 
-    console = context.console()
     manager = PluginManager()
     stages = {entry.name: _summary(entry.cls) for entry in manager.entries("stage")}
     places = {name: _summary(section.cls) for name, section in sections(manager).items()}
-    console.print("stage kinds (posttrain show stage KIND)", style="bold")
+    context.say("stage kinds (posttrain show stage KIND)", style="bold")
     for kind, summary in stages.items():
-        console.print(f"  {kind:<21}{summary}", markup=False)
-    console.print("\nconfig sections (posttrain show section NAME)", style="bold")
+        context.say(f"  {kind:<21}{summary}")
+    context.say("\nconfig sections (posttrain show section NAME)", style="bold")
     for name, summary in places.items():
-        console.print(f"  {name:<21}{summary}", markup=False)
-    console.print("\nplugins: posttrain plugins list", markup=False)
+        context.say(f"  {name:<21}{summary}")
+    context.say("\nplugins: posttrain plugins list")
     return Result(
         {
             "stages": [{"kind": kind, "summary": text} for kind, text in stages.items()],
@@ -70,21 +67,20 @@ def show_stage(
     if kind not in known:
         raise ConfigError(f"no stage kind '{kind}'{nearest(kind, known)} (kinds: {list(known)})")
     found = describe_stage(known[kind])
-    console = context.console()
-    console.print(f"stage kind '{kind}'", style="bold", markup=False)
-    console.print(f"\n{found['doc']}\n", markup=False)
+    context.say(f"stage kind '{kind}'", style="bold")
+    context.say(f"\n{found['doc']}\n")
     for role, made in found["required_inputs"].items():
-        console.print(f"  reads {role}: {_a(made)}", markup=False)
+        context.say(f"  reads {role}: {_a(made)}")
     for role, made in found["optional_inputs"].items():
-        console.print(f"  may read {role}: {_a(made)}", markup=False)
+        context.say(f"  may read {role}: {_a(made)}")
     if found["more_inputs"]:
-        console.print("  may read what its rewards ask for, such as reward_model", markup=False)
-    console.print(f"  makes {_a(found['makes'])}\n", markup=False)
+        context.say("  may read what its rewards ask for, such as reward_model")
+    context.say(f"  makes {_a(found['makes'])}\n")
     for field in found["fields"]:
-        console.print(field_line(field), markup=False)
-    console.print("\nsections among these: posttrain show section NAME", markup=False)
+        context.say(field_line(field))
+    context.say("\nsections among these: posttrain show section NAME")
     source = f" (from {found['example_from']})" if found["example_from"] else ""
-    console.print(f"\nexample{source}:\n\n{found['example']}", markup=False)
+    context.say(f"\nexample{source}:\n\n{found['example']}")
     return Result(found)
 
 
@@ -104,13 +100,13 @@ def show_section(
     known = sections(PluginManager())
     if name not in known:
         raise ConfigError(f"no section '{name}'{nearest(name, known)} (sections: {list(known)})")
-    section, console = known[name], context.console()
+    section = known[name]
     fields, doc = fields_of(section.cls), inspect.getdoc(section.cls) or ""
-    console.print(f"section '{name}'", style="bold", markup=False)
-    console.print(f"\n{doc}\n", markup=False)
+    context.say(f"section '{name}'", style="bold")
+    context.say(f"\n{doc}\n")
     for field in fields:
-        console.print(field_line(field), markup=False)
-    console.print(f"\nwhere: {', '.join(section.places)}", markup=False)
+        context.say(field_line(field))
+    context.say(f"\nwhere: {', '.join(section.places)}")
     return Result({"section": name, "doc": doc, "fields": fields, "places": list(section.places)})
 
 
@@ -142,7 +138,10 @@ def stage_example(kind: str, stage: type[StageBase]) -> tuple[str, str]:
     """
     from posttrain.core.config.loading import shipped_configs
 
-    for name, path in _simplest_first(shipped_configs().items()):
+    simplest_first = sorted(
+        shipped_configs().items(), key=lambda item: (item[0] != "quickstart", item[0].count("/"))
+    )
+    for name, path in simplest_first:
         found = _cut_out(path.read_text("utf-8"), kind)
         if found:
             return found, name
@@ -153,10 +152,6 @@ def stage_example(kind: str, stage: type[StageBase]) -> tuple[str, str]:
         if field.is_required() and name != "kind":
             lines.append(f"  {name}: {json.dumps(field.examples[0]) if field.examples else '...'}")
     return "\n".join(lines), ""
-
-
-def _simplest_first(configs: Iterable[tuple[str, Path]]) -> list[tuple[str, Path]]:
-    return sorted(configs, key=lambda item: (item[0] != "quickstart", item[0].count("/")))
 
 
 def _cut_out(text: str, kind: str) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,11 +12,13 @@ from posttrain.pipelines.cli.common import (
     EPILOG_CODES,
     CommandContext,
     ConfigsArgument,
+    PlainOption,
     Result,
     SetOption,
     command,
 )
 from posttrain.pipelines.cli.deployments import JobVariables, parse_variables
+from posttrain.pipelines.cli.reports import result_of
 from posttrain.pipelines.deploy.placing import placed
 
 if TYPE_CHECKING:
@@ -45,25 +46,17 @@ def sweep(
     parallel: Annotated[
         int | None,
         typer.Option(
-            "--parallel",
             metavar="N",
             help="Branches that run at once.  \\[default: 1 on this machine, elsewhere as many as "
             "there is room for]",
-            show_default=False,
         ),
     ] = None,
     seeds: Annotated[
-        str | None,
-        typer.Option(
-            "--seeds",
-            metavar="A,B",
-            help="Seeds in the place of those of the config.",
-            show_default=False,
-        ),
+        str | None, typer.Option(metavar="A,B", help="Seeds in the place of those of the config.")
     ] = None,
     only: Annotated[
         list[str] | None,
-        typer.Option("--only", metavar="NAME", help="This variant, and the base; may be repeated."),
+        typer.Option(metavar="NAME", help="This variant, and the base; may be repeated."),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check all variants and say what would run.")
@@ -78,26 +71,20 @@ def sweep(
     work_pool: Annotated[
         str | None,
         typer.Option(
-            "--work-pool",
             metavar="POOL",
             help="Run the branches in this Prefect work pool (PREFECT_API_URL names the server).",
-            show_default=False,
         ),
     ] = None,
     job_variables: JobVariables = None,
     ray: Annotated[
         str | None,
         typer.Option(
-            "--ray",
             metavar="ADDRESS",
             help="Run the branches on the nodes of this Ray cluster: HOST:PORT, env "
             "(POSTTRAIN_RAY_ADDRESS), or config (cluster.ray.address).",
-            show_default=False,
         ),
     ] = None,
-    plain: Annotated[
-        bool, typer.Option("--plain", help="One line per step instead of a live display.")
-    ] = False,
+    plain: PlainOption = False,
 ) -> Result:
     """Run the variants of a config as branches of one DAG, and compare them with the base."""
     from posttrain.pipelines.sweep.sweeping import SweepOptions, planned_sweep, run_sweep
@@ -109,31 +96,25 @@ def sweep(
     if dry_run:
         found = planned_sweep(configs, overrides, options)
         for line in described(found):
-            context.console().print(line, markup=False)
+            context.say(line)
         return Result(as_json(found))
 
-    @contextmanager
-    def shown() -> Iterator[Reporter]:
+    def shown() -> AbstractContextManager[Reporter]:
         from posttrain.pipelines.run.progress import make_reporter
 
-        with make_reporter(json=context.as_json, plain=plain) as reporter:
-            yield reporter
+        return make_reporter(json=context.as_json, plain=plain)
 
     swept = run_sweep(configs, overrides, options, shown)
-    console = context.console()
-    swept.report.show(console)
-    console.print(f"page: {swept.page}", markup=False)
-    from posttrain.pipelines.cli.reports import result_of
-
-    status = "failed" if swept.failed else "completed"
-    values = result_of(
+    swept.report.show(context.console())
+    context.say(f"page: {swept.page}")
+    return result_of(
         swept.report,
+        exit_code=1 if swept.failed else 0,
         page=str(swept.page),
-        status=status,
+        status="failed" if swept.failed else "completed",
         failed=swept.failed,
         mlflow_run_id=swept.mlflow_run_id,
     )
-    return Result(values.values, exit_code=1 if swept.failed else 0)
 
 
 def parse_seeds(text: str | None) -> tuple[int, ...] | None:

@@ -30,8 +30,8 @@ START_SECONDS = 180.0
 @command(reads_mlflow=True)
 def ui(
     context: CommandContext,
-    mlflow_port: Annotated[int, typer.Option("--mlflow-port", min=1, max=65535)] = 5000,
-    prefect_port: Annotated[int, typer.Option("--prefect-port", min=1, max=65535)] = 4200,
+    mlflow_port: Annotated[int, typer.Option(min=1, max=65535)] = 5000,
+    prefect_port: Annotated[int, typer.Option(min=1, max=65535)] = 4200,
     no_prefect: Annotated[bool, typer.Option("--no-prefect", help="MLflow only.")] = False,
     check: Annotated[
         bool, typer.Option("--check", help="Check that both answer, then stop and exit 0.")

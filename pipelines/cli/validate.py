@@ -30,11 +30,10 @@ def validate(
     from posttrain.pipelines.sweep.branches import checked_variants
 
     found = validated(resolved, manager, context.home, context.store)
-    console = context.console()
     *lines, verdict = found.lines()
     variants = checked_variants(resolved, configs, overrides, context.home)
     for line in (*lines, *(described(variants) if variants else ()), verdict):
-        console.print(line, markup=False)
+        context.say(line)
     more = {"sweep": as_json(variants)} if variants else {}
     return Result(
         {

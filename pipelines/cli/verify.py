@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import Annotated
 
 import typer
 
+from posttrain.core.errors import ConfigError
 from posttrain.pipelines.cli.chat import ModelArgument
 from posttrain.pipelines.cli.common import EPILOG_CODES, CommandContext, Result, command
+from posttrain.pipelines.cli.reports import result_of
 
 EPILOG = (
     "Examples:\n\n"
@@ -29,7 +32,6 @@ def verify(
     steps: Annotated[
         int,
         typer.Option(
-            "--steps",
             min=0,
             help="Steps to compute again, spread over the training stages; more than there are: "
             "all.",
@@ -38,19 +40,14 @@ def verify(
     seed: Annotated[
         int | None,
         typer.Option(
-            "--seed",
-            min=0,
-            help="Draws the steps.  \\[default: a new one, so that no one can know which]",
-            show_default=False,
+            min=0, help="Draws the steps.  \\[default: a new one, so that no one can know which]"
         ),
     ] = None,
     expect: Annotated[
         str | None,
         typer.Option(
-            "--expect",
             metavar="SHA256",
             help="Digest of the folder's attestation.json that its author published.",
-            show_default=False,
         ),
     ] = None,
 ) -> Result:
@@ -58,13 +55,9 @@ def verify(
 
     Reads only the home, the store and the inputs of the run; needs no network.
     """
-    import secrets
-
-    from posttrain.core.errors import ConfigError
     from posttrain.core.models.quiet import quiet_libraries
     from posttrain.pipelines.analysis.verify import Asked
     from posttrain.pipelines.analysis.verify import verify as verified
-    from posttrain.pipelines.cli.reports import result_of
     from posttrain.pipelines.run.progress import make_reporter
 
     if expect is not None and (len(expect) < 8 or set(expect.lower()) - set("0123456789abcdef")):
@@ -73,10 +66,9 @@ def verify(
     asked = Asked(model, steps, secrets.randbelow(10**6) if seed is None else seed, expect or "")
     with make_reporter(json=context.as_json, plain=True) as reporter:
         done = verified(asked, context.home, context.store, reporter)
-    report, console = done.report(), context.console()
-    report.show(console)
-    console.print(done.verdict(), markup=False)
+    report = done.report()
+    report.show(context.console())
+    context.say(done.verdict())
     if done.attestation:
-        console.print(f"attestation: {done.attestation}", markup=False)
-    found = result_of(report)
-    return Result(found.values, exit_code=1 if done.failed else 0)
+        context.say(f"attestation: {done.attestation}")
+    return result_of(report, exit_code=1 if done.failed else 0)

@@ -43,8 +43,7 @@ from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.rollout.answers import AnswersHere
 from posttrain.core.rollout.episodes import EpisodeRunner
 from posttrain.core.rollout.live import LiveRunner
-from posttrain.core.rollout.plays import EpisodeLimits, Plays
-from posttrain.core.rollout.single import OneTurn, ValueEpisodes
+from posttrain.core.rollout.plays import EpisodeLimits, OneTurn, Plays, ValueEpisodes
 from posttrain.core.rollout.tool_use import ANY_NUMBER
 from posttrain.core.rollout.turns import Turns
 from posttrain.core.runtime.seeding import derive_seed, generator

@@ -45,7 +45,7 @@ from posttrain.core.rollout.sampling import (
     row_entropies,
     token_limits,
 )
-from posttrain.core.rollout.weight_sync import EngineWeights
+from posttrain.core.rollout.weight_sync import EngineWeights, check_model_dir
 from posttrain.core.types import Completion, FinishReason, SamplingParams
 
 # transformers takes seconds to import, and this module is imported whenever plugins are listed.
@@ -116,11 +116,7 @@ class TransformersEngine(RolloutEngine[TransformersEngineConfig]):
 
     def start(self, setup: EngineSetup) -> None:
         """Load the model of `setup.model_dir`. Raises `ResourceError` when there is none."""
-        if not (setup.model_dir / "config.json").is_file():
-            raise ResourceError(
-                f"no model at {setup.model_dir}: expected a directory with config.json and "
-                "*.safetensors; check the stage that should have made it"
-            )
+        check_model_dir(setup.model_dir)
         from transformers import AutoModelForCausalLM, __version__
 
         from posttrain.core.models.device import ModelRuntime
@@ -158,7 +154,8 @@ class TransformersEngine(RolloutEngine[TransformersEngineConfig]):
         for way in WAYS:
             if way == "grouped" and not (grouped and can_group(model)):
                 continue
-            if way == "plain" and self._leaves_out_cap():
+            by_sdpa = way == "plain" and model.config._attn_implementation == "sdpa"
+            if by_sdpa and has_capped_attention(model):  # which SDPA leaves out
                 continue
             if way in OURS and head is not None:
                 problem = head
@@ -174,11 +171,6 @@ class TransformersEngine(RolloutEngine[TransformersEngineConfig]):
             f"model type '{model.config.model_type}' cannot be sampled from by the engine "
             f"'transformers': {problem}; choose another model or engine"
         )
-
-    def _leaves_out_cap(self) -> bool:
-        """Whether SDPA was chosen by nobody for a model that it computes wrongly."""
-        how = self._model.config._attn_implementation
-        return how == "sdpa" and has_capped_attention(self._model)
 
     def _problem(self, check: EngineCheck, way: Way) -> str | None:
         """Decode in this way, and say what the check finds; the prompts' common start is computed

@@ -8,13 +8,11 @@ them. While it runs, vLLM owns torch.distributed's default process group.
 from __future__ import annotations
 
 import gc
-import importlib.util
 import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -22,7 +20,6 @@ from posttrain.core.contracts import EngineSetup, PluginConfig, RolloutEngine
 from posttrain.core.errors import ResourceError, RunError
 from posttrain.core.models.lora import check_adapter
 from posttrain.core.rollout.sampling import (
-    ENTROPY_TOKENS,
     check_request,
     checked_weights,
     response_seeds,
@@ -30,18 +27,23 @@ from posttrain.core.rollout.sampling import (
     top_entropy,
 )
 from posttrain.core.rollout.vllm_model import (
-    MISSING,
     adaptable,
-    check_model_dir,
     checkpoint_shapes,
     lora_modules,
     repack_tied_weights,
     undisturbed_process,
     undisturbed_random,
     vllm_version,
+    why_unavailable,
 )
-from posttrain.core.rollout.vllm_server import PREFILL_TOKENS, lora_rank_of_vllm
-from posttrain.core.types import Completion, FinishReason, SamplingParams
+from posttrain.core.rollout.vllm_server import (
+    ServerOptions,
+    engine_arguments,
+    finish_reason,
+    sampling_fields,
+)
+from posttrain.core.rollout.weight_sync import check_model_dir
+from posttrain.core.types import Completion, SamplingParams
 
 
 class VllmEngineConfig(PluginConfig):
@@ -87,7 +89,7 @@ class VllmEngine(RolloutEngine[VllmEngineConfig]):
     @classmethod
     def unavailable_reason(cls) -> str | None:
         """None when vLLM is installed, else how to install it."""
-        return None if importlib.util.find_spec("vllm") and vllm_version() else MISSING
+        return why_unavailable()
 
     def start(self, setup: EngineSetup) -> None:
         """Load the model of `setup.model_dir`; seconds on a CPU, up to a minute on a GPU."""
@@ -113,35 +115,20 @@ class VllmEngine(RolloutEngine[VllmEngineConfig]):
                 f"this build of vLLM runs on '{current_platform.device_type}', but the run is on "
                 f"'{setup.device.type}': set model.device, or install the other build of vLLM"
             )
-        cache_gb = self.config.kv_cache_gb or (1.0 if on_cpu else None)
-        eager = self.config.enforce_eager
-        options: dict[str, Any] = {  # Any: vllm's options differ between versions
-            "max_model_len": setup.max_model_len,
-            "max_num_seqs": self.config.max_num_seqs or setup.max_batch_size,
-            "gpu_memory_utilization": self.config.gpu_memory_utilization,
-            "kv_cache_memory_bytes": None if cache_gb is None else int(cache_gb * 2**30),
-            "enforce_eager": on_cpu if eager is None else eager,
-        }
-        if self.config.max_lora_rank is not None:
-            rank = lora_rank_of_vllm(self.config.max_lora_rank)
-            options |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1}
-            options["lora_target_modules"] = lora_modules(self._shapes)
-        if on_cpu:
-            # On a CPU, vLLM cannot rewind the generator of a seeded request whose prompt it split:
-            # "CPU Generator does not use offset".
-            options["enable_chunked_prefill"] = False
-            options["max_num_batched_tokens"] = max(PREFILL_TOKENS, setup.max_model_len)
+        options = ServerOptions(
+            gpu_memory_utilization=self.config.gpu_memory_utilization,
+            kv_cache_gb=self.config.kv_cache_gb,
+            enforce_eager=self.config.enforce_eager,
+            max_num_seqs=self.config.max_num_seqs or setup.max_batch_size,
+            max_lora_rank=self.config.max_lora_rank,
+            lora_modules=lora_modules(self._shapes),
+        )
         return LLM(
-            model=str(setup.model_dir),
+            **engine_arguments(setup, options),
             trust_remote_code=False,
             # Read for stop strings alone: a request without them is not detokenized.
             skip_tokenizer_init=False,
-            generation_config="vllm",  # not the model directory's own sampling defaults
-            dtype="bfloat16" if setup.dtype == torch.bfloat16 else "float32",
-            logprobs_mode="processed_logprobs",
-            seed=setup.seed,
             use_tqdm_on_load=False,
-            **options,
         )
 
     def generate(
@@ -156,34 +143,27 @@ class VllmEngine(RolloutEngine[VllmEngineConfig]):
         check_request(prompts, params, setup.max_model_len)
         from vllm import SamplingParams as Request
 
-        repeats = range(params.num_generations)
-        seeds = [seed for row in response_seeds(prompts, params) for seed in row]
-        limits = [limit for limit in token_limits(prompts, params) for _ in repeats]
+        rows = zip(
+            prompts, token_limits(prompts, params), response_seeds(prompts, params), strict=True
+        )
+        asked = [(prompt, limit, seed) for prompt, limit, seeds in rows for seed in seeds]
         requests = [
             Request(
-                max_tokens=limit,
-                temperature=params.temperature,
-                top_p=params.top_p,
-                top_k=params.top_k,
-                seed=seed,
-                stop_token_ids=list(setup.stop_token_ids),
-                ignore_eos=True,  # only `setup.stop_token_ids` end a response
-                logprobs=ENTROPY_TOKENS if params.entropy else 0,  # 0: of the sampled token alone
+                **sampling_fields(params, seed, limit, setup.stop_token_ids),
                 detokenize=bool(params.stop_strings),
-                stop=list(params.stop_strings),
-                include_stop_str_in_output=True,
             )
-            for seed, limit in zip(seeds, limits, strict=True)
+            for _, limit, seed in asked
         ]
-        inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts for _ in repeats]
+        inputs = [{"prompt_token_ids": list(prompt)} for prompt, _, _ in asked]
         with undisturbed_random():
             outputs = self._llm.generate(
                 inputs, requests, use_tqdm=False, lora_request=self._adapter
             )
-        pairs = zip(outputs, seeds, strict=True)
-        rows = [self._completion(output.outputs[0], seed, params) for output, seed in pairs]
-        found = iter(rows)
-        return [[next(found) for _ in repeats] for _ in prompts]
+        found = iter(
+            self._completion(output.outputs[0], seed, params)
+            for output, (_, _, seed) in zip(outputs, asked, strict=True)
+        )
+        return [[next(found) for _ in range(params.num_generations)] for _ in prompts]
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs (nats, temperature 1) of each token but the first, given those before it."""
@@ -212,11 +192,6 @@ class VllmEngine(RolloutEngine[VllmEngineConfig]):
     ) -> Completion:
         ids = tuple(output.token_ids)
         entries = zip(ids, output.logprobs, strict=True)
-        # Also where the last token allowed is an end: the response is whole.
-        stopped = ids[-1] in self._started().stop_token_ids
-        reason: FinishReason = "stop" if stopped else "length"
-        if output.finish_reason == "stop" and not stopped:
-            reason = "stop_string"
         entropies: tuple[float, ...] = ()
         if params.entropy:
             found = ([e.logprob for e in entry.values()] for entry in output.logprobs)
@@ -224,7 +199,7 @@ class VllmEngine(RolloutEngine[VllmEngineConfig]):
         return Completion(
             token_ids=ids,
             logprobs=tuple(float(entry[token].logprob) for token, entry in entries),
-            finish_reason=reason,
+            finish_reason=finish_reason(output.finish_reason, ids, self._started().stop_token_ids),
             entropies=entropies,
             policy_version=self.policy_version,
             seed=seed,

@@ -1,12 +1,11 @@
 """Rollouts with vLLM servers over HTTP: replicas started here, or given by URL.
 
 Source: vLLM's OpenAI-compatible server (docs.vllm.ai, 0.32). This module holds the
-settings of servers, requests and weight sync; `posttrain.core.serving` does the work.
+settings of servers, requests and weight sync; `posttrain.core.rollout.vllm_fleet` does the work.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 from collections.abc import Callable, Iterable, Sequence
@@ -23,7 +22,7 @@ from posttrain.core.cluster.shared import ServerPlaces
 from posttrain.core.contracts import EngineSetup, PluginConfig, RolloutEngine, WeightSource
 from posttrain.core.errors import ResourceError, RunError
 from posttrain.core.models.lora import check_adapter
-from posttrain.core.rollout.replicas import Limits, nothing_to_check
+from posttrain.core.rollout.replicas import Limits
 from posttrain.core.rollout.sampling import (
     check_request,
     check_shapes,
@@ -33,12 +32,10 @@ from posttrain.core.rollout.sampling import (
 )
 from posttrain.core.rollout.vllm_fleet import FleetLimits, VllmFleet, local_server
 from posttrain.core.rollout.vllm_model import (
-    MISSING,
     adaptable,
-    check_model_dir,
     checkpoint_shapes,
     lora_modules,
-    vllm_version,
+    why_unavailable,
 )
 from posttrain.core.rollout.vllm_server import (
     ServerOptions,
@@ -51,6 +48,7 @@ from posttrain.core.rollout.vllm_server import (
     server_variables,
 )
 from posttrain.core.rollout.weight_sync import (
+    check_model_dir,
     sent,
     share_folder,
     share_weights,
@@ -182,7 +180,7 @@ class VllmServerEngine(RolloutEngine[VllmServerConfig]):
     @classmethod
     def unavailable_reason(cls) -> str | None:
         """None when vLLM is installed, else how to install it."""
-        return None if importlib.util.find_spec("vllm") and vllm_version() else MISSING
+        return why_unavailable()
 
     def start(self, setup: EngineSetup) -> None:
         """Start the servers (about a minute on a CPU), or check those given and sync them."""
@@ -235,8 +233,8 @@ class VllmServerEngine(RolloutEngine[VllmServerConfig]):
         self._servers = RayServers(
             places, limits.request_timeout_s, 4 + limits.requests.max_concurrency
         )
-        self._servers.place(nothing_to_check)
         servers = self._servers
+        servers.place(lambda: None)
 
         async def start(index: int) -> Server:
             return await servers.start(index, arguments, variables)
@@ -267,15 +265,14 @@ class VllmServerEngine(RolloutEngine[VllmServerConfig]):
         with self._use.together():
             fleet, setup = self._ready()
             check_request(prompts, params, setup.max_model_len)
-            repeats = range(params.num_generations)
-            limits = token_limits(prompts, params)
-            seeds = [seed for row in response_seeds(prompts, params) for seed in row]
-            asked = [(p, n) for p, n in zip(prompts, limits, strict=True) for _ in repeats]
+            stops, name = setup.stop_token_ids, fleet.model_name
+            rows = zip(
+                prompts, token_limits(prompts, params), response_seeds(prompts, params), strict=True
+            )
             requests = [
-                sampling_request(
-                    fleet.model_name, prompt, params, seed, limit, setup.stop_token_ids
-                )
-                for (prompt, limit), seed in zip(asked, seeds, strict=True)
+                sampling_request(name, prompt, params, seed, limit, stops)
+                for prompt, limit, seeds in rows
+                for seed in seeds
             ]
             answers = fleet.complete(requests)
             origin = {
@@ -283,11 +280,11 @@ class VllmServerEngine(RolloutEngine[VllmServerConfig]):
                 "engine": self.name,
                 "engine_version": fleet.version,
             }
-            rows = iter(
-                read_completion(answer, params, setup.stop_token_ids, {"seed": seed, **origin})
-                for answer, seed in zip(answers, seeds, strict=True)
+            found = iter(
+                read_completion(answer, params, stops, {"seed": request["seed"], **origin})
+                for answer, request in zip(answers, requests, strict=True)
             )
-            return [[next(rows) for _ in repeats] for _ in prompts]
+            return [[next(found) for _ in range(params.num_generations)] for _ in prompts]
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs (nats, temperature 1) of each token but the first, given those before it."""
@@ -310,7 +307,7 @@ class VllmServerEngine(RolloutEngine[VllmServerConfig]):
                 files = sent(share_weights(given, setup.dtype).files)
             else:
                 files = write_weights(fleet.folder, f"weights-{self._syncs}", given, setup.dtype)
-            self._load(fleet, files, policy_version, nothing_to_check)
+            self._load(fleet, files, policy_version)
 
     def sync_from(self, source: WeightSource, policy_version: int) -> None:
         """As `sync_weights`; servers on a cluster fetch what the ranks have put there."""
@@ -324,7 +321,11 @@ class VllmServerEngine(RolloutEngine[VllmServerConfig]):
             self._load(fleet, sent(shared.files), policy_version, source.check)
 
     def _load(
-        self, fleet: VllmFleet, files: SentFiles, policy_version: int, check: Callable[[], None]
+        self,
+        fleet: VllmFleet,
+        files: SentFiles,
+        policy_version: int,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self._unknown_weights = "the last weight sync failed"
         try:

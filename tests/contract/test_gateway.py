@@ -263,11 +263,13 @@ def test_keys_bodies_and_routes_that_are_wrong_get_errors_of_the_api(engine: Rec
         other = next(each for each in seen if each != endpoint)
         async with httpx.AsyncClient() as client:
 
-            async def status(url: str, key: str, body: Any) -> tuple[int, str, str]:
+            async def status(
+                url: str, key: str, body: Any, retry: bytes = b"0"
+            ) -> tuple[int, str, str]:
                 made = await client.post(
                     url,
                     content=body if isinstance(body, bytes) else json.dumps(body),
-                    headers={"authorization": f"Bearer {key}"},
+                    headers={b"authorization": f"Bearer {key}", b"x-stainless-retry-count": retry},
                 )
                 again = made.headers["x-should-retry"]
                 return made.status_code, made.json()["error"]["code"], again
@@ -284,6 +286,8 @@ def test_keys_bodies_and_routes_that_are_wrong_get_errors_of_the_api(engine: Rec
             over = {"messages": [{"role": "user", "content": "x" * MAX_LEN}]}
             code = "context_length_exceeded"
             assert await status(chat, endpoint.key, over) == (400, code, "false")
+            # A digit, but not a number.
+            assert await status(chat, endpoint.key, over, b"\xb2") == (400, code, "false")
             text = {"prompt": [1, 10**6]}
             plain = f"{endpoint.base_url}/completions"
             assert (await status(plain, endpoint.key, text))[:2] == (400, "invalid_prompt")
@@ -292,6 +296,11 @@ def test_keys_bodies_and_routes_that_are_wrong_get_errors_of_the_api(engine: Rec
             reward = f"{endpoint.base_url}/reward"
             nan = b'{"value": NaN}'
             assert (await status(reward, endpoint.key, nan))[:2] == (400, "invalid_reward")
+            huge = b'{"value": 1' + b"0" * 400 + b"}"
+            assert (await status(reward, endpoint.key, huge))[:2] == (400, "invalid_reward")
+            tools = {"input": "x", "tools": 5}
+            responses = f"{endpoint.base_url}/responses"
+            assert (await status(responses, endpoint.key, tools))[:2] == (400, "invalid_tools")
         return 1.0
 
     rows = rows_of(engine, Played(play), episodes=2)

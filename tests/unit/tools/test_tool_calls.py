@@ -41,8 +41,7 @@ from posttrain.core.rollout.episodes import (
     prompt_to_json,
 )
 from posttrain.core.rollout.live import LiveRunner
-from posttrain.core.rollout.plays import EpisodeLimits
-from posttrain.core.rollout.single import ValueEpisodes
+from posttrain.core.rollout.plays import EpisodeLimits, ValueEpisodes
 from posttrain.core.rollout.turns import Turns
 from posttrain.core.training.forward import forward_only
 from posttrain.core.types import Completion, Message, Problem, SamplingParams, ToolCall, ToolSchema
