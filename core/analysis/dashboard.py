@@ -6,11 +6,11 @@ charts at once.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from posttrain.core.analysis.alarms import Raised
+from posttrain.core.analysis.alarms import RULES, Raised
 from posttrain.core.analysis.charts_page import Section, charts_page
 from posttrain.core.analysis.learning_curves import (
     COMPONENT,
@@ -238,27 +238,6 @@ GROUPS: tuple[Group, ...] = (
         ),
     ),
 )
-MARKED: Mapping[str, tuple[str, ...]] = {
-    "mismatch": ("mismatch/k3",),
-    "entropy_collapse": ("entropy/mean",),
-    "entropy_rise": ("entropy/mean",),
-    "truncated": ("resp_len/truncated_frac",),
-    "length_explosion": ("resp_len/mean",),
-    "length_stalled": ("resp_len/mean", "reward/mean"),
-    "length_shrinks": ("resp_len/mean", "reward/mean"),
-    "held_out_flat": ("reward/mean", "eval/greedy_accuracy"),
-    "overoptimised": ("reward/mean", "eval/greedy_accuracy"),
-    "equal_groups": ("group/zero_adv_frac",),
-    "signal_fades": ("group/zero_adv_frac",),
-    "diversity_lost": ("eval/pass_at/",),
-    "clip_high": ("clip/high_frac",),
-    "policy_kl": ("kl/old_k3",),
-    "kl_target": ("kl/ref_k3",),
-    "grad_spike": ("grad/norm",),
-    "duplicates": ("sampling/duplicate_frac",),
-    "ess_seq": ("ess/seq",),
-}
-"""The curves on which an alarm is marked: metrics, or what their names begin with."""
 
 
 def dashboard_page(history: Rows, raised: Sequence[Raised], title: str, about: str = "") -> str:
@@ -332,7 +311,7 @@ def _at_k(names: Collection[str]) -> Iterator[Plot]:
 
 
 def _is_on(alarm: str, metrics: Sequence[str]) -> bool:
-    wanted = MARKED.get(alarm, ())
+    wanted = RULES[alarm].curves if alarm in RULES else ()
     return any(m == w or (w.endswith("/") and m.startswith(w)) for m in metrics for w in wanted)
 
 
