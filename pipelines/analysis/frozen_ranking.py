@@ -15,10 +15,10 @@ from posttrain.core.analysis.gradient_quality import (
     GradientQuality,
     Prediction,
     QualityReport,
+    gradient_sketch,
     measure,
+    pooled,
 )
-from posttrain.core.analysis.gradient_sketch import gradient_sketch
-from posttrain.core.analysis.pooling import pooled
 from posttrain.core.analysis.report import Picture, Report, Row, Table, table
 from posttrain.core.config.spec import parse_spec
 from posttrain.core.models.device import set_threads
