@@ -140,7 +140,7 @@ def look(
     if norms is not None and not weights[OWN_NAME].of_logits:
         measured["divergence_pull"] = norms
     numbers = measured | {f"weight-{i}": found.total for i, found in enumerate(weights.values())}
-    flat = {name: _flat(values, shown) for name, values in numbers.items()}
+    flat = {name: v[shown].detach().float().numpy() for name, v in numbers.items()}
     columns = {"tokens": pack(tokens)} | {name: pack(c, bits) for name, c in flat.items()}
     for index, found in enumerate(weights.values()):
         columns[f"clip-{index}"] = pack(found.clip[shown].numpy())
@@ -278,11 +278,6 @@ def _vocabulary(evidence: StepEvidence, shown: Tensor) -> tuple[list[str], NDArr
     """Texts of the token ids that occur, and the place in them of each token [N]."""
     ids, places = np.unique(evidence.batch.response_ids[shown].numpy(), return_inverse=True)
     return [evidence.token_text(int(i)) for i in ids], places.astype(np.uint32)
-
-
-def _flat(values: Tensor, shown: Tensor) -> NDArray[np.float32]:
-    found: NDArray[np.float32] = values[shown].detach().float().numpy()
-    return found
 
 
 def _scale(column: NDArray[np.float32], name: str) -> float:

@@ -13,8 +13,7 @@ from posttrain.core.analysis.evidence import (
     FOLDER,
     StepEvidence,
     read_step,
-    rows_path,
-    tensors_path,
+    step_files,
 )
 from posttrain.core.analysis.report import listed
 from posttrain.core.config.dag import topological_order
@@ -225,7 +224,7 @@ def read_unchanged(found: EvidenceFolder, step: int) -> StepEvidence:
     check_step(found, step)
     manifest = read_manifest(found.folder.parent)
     known = {} if manifest is None else manifest["files"]
-    for path in (tensors_path(found.folder, step), rows_path(found.folder, step)):
+    for path in step_files(found.folder, step):
         wanted = known.get(f"{FOLDER}/{path.name}")
         if wanted is not None and (not path.is_file() or file_digest(path) != wanted):
             raise RunError(

@@ -32,8 +32,15 @@ from posttrain.core.tracking.journal import journal_path, read_journal
 from posttrain.core.training.step_record import FOLDER, read_record
 from posttrain.pipelines.analysis.past_run import PastRun
 
-SAME_EXPERIMENT = frozenset(
-    ("seed", "name", "run_name", "description", "keep", "limits", "forked_from", "variants")
+SAME_EXPERIMENT = (
+    "seed",
+    "name",
+    "run_name",
+    "description",
+    "keep",
+    "limits",
+    "forked_from",
+    "variants",
 )
 """Top-level keys in which runs of one experiment may differ: the draw, names, what is kept."""
 
