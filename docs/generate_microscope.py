@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from posttrain.core.analysis.evidence import StepEvidence
-from posttrain.core.analysis.microscope import Microscope, Variant, look, notes_of
+from posttrain.core.analysis.microscope import Microscope, Weigh, look, notes_of
 from posttrain.core.analysis.token_weights import token_weights
 from posttrain.core.analysis.what_if import objective_under, parse
 from posttrain.core.batch import RolloutBatch
@@ -191,15 +191,14 @@ def seen(example: Example, manager: PluginManager) -> Microscope:
     """The example's step under its own loss and the others."""
     asked = parse(example.own)
     assert asked.aggregator is not None, "an example names its aggregator"
-    aggregator = manager.build(Aggregator, asked.aggregator, asked.aggregator_fields)
-    loss = manager.build(PolicyLoss, asked.loss, asked.loss_fields)
+    aggregator = manager.build(Aggregator, asked.aggregator.name, asked.aggregator.fields)
+    loss = manager.build(PolicyLoss, asked.loss.name, asked.loss.fields)
     own = Objective((LossTerm(loss, aggregator),), aggregator)
     longest = max(len(answer.words) for answer in example.answers)
-    others = []
+    others: dict[str, Weigh] = {}
     for text in example.others:
         objective = objective_under(parse(text), own, manager, longest)
-        weigh = partial(token_weights, objective=objective, settings=ONE_UPDATE)
-        others.append(Variant(text, weigh))
+        others[text] = partial(token_weights, objective=objective, settings=ONE_UPDATE)
     step = example.evidence()
     notes = [*example.says, *notes_of(step, own, ONE_UPDATE)]
     weights = token_weights(step, own, ONE_UPDATE)

@@ -9,10 +9,23 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
+from posttrain.core.analysis.alarm_samples import (
+    Picked,
+    StepSamples,
+    cut,
+    equal_groups,
+    least_entropy,
+    longest,
+    most_entropy,
+    most_weight,
+    paid_though_wrong,
+    repeated,
+    shortest,
+)
 from posttrain.core.config.alarms import AlarmsSection
 from posttrain.core.tracking.metric_names import ALARM
 
@@ -59,13 +72,16 @@ class Rule:
 
     `read` takes its values from the steps; None means that there is nothing to judge yet. `fine` is
     the condition under which it is silent, of the values and the threshold. `what` and `advice`
-    are format strings of the values and `limit`.
+    are format strings of the values and `limit`. A dashboard marks it on `curves`: metrics, or what
+    their names begin with. `rows` picks the responses of a step that show it.
     """
 
     read: Read
     fine: Callable[[Values, float], bool]
     what: str
     advice: str
+    curves: tuple[str, ...]
+    rows: Callable[[StepSamples], Picked] | None = None
 
 
 def _metric(name: str) -> Read:
@@ -87,8 +103,7 @@ def _since_first(name: str) -> Read:
 
 def _accuracy_and_reward(seen: Seen) -> Values | None:
     """Held-out accuracy now and at its best, and the mean reward at both times."""
-    key = "eval/greedy_accuracy"
-    rows = [row for row in seen.evaluations if key in row]
+    key, rows = "eval/greedy_accuracy", seen.evaluations
     if len(rows) < 2 or rows[-1]["step"] != seen.now.get("step"):
         return None
     best, now = max(rows[:-1], key=lambda row: row[key]), rows[-1]
@@ -203,8 +218,7 @@ def _length_reward_accuracy(seen: Seen) -> Values | None:
 
 def _held_out_rise(seen: Seen) -> float | None:
     """Held-out accuracy now less at first; None where the interval is too wide to say."""
-    key = "eval/greedy_accuracy"
-    rows = [row for row in seen.evaluations if key in row]
+    key, rows = "eval/greedy_accuracy", seen.evaluations
     if len(rows) < 2 or _half(rows[0]) > WIDEST:
         return None
     return float(rows[-1][key] - rows[0][key])
@@ -217,8 +231,7 @@ def _half(row: Row) -> float:
 
 def _reward_and_flat(seen: Seen) -> Values | None:
     """How far the reward has risen, and whether held-out accuracy is where it was."""
-    key, least = "eval/greedy_accuracy", 1 + WINDOW
-    rows = [row for row in seen.evaluations if key in row]
+    key, rows, least = "eval/greedy_accuracy", seen.evaluations, 1 + WINDOW
     ends, spread = _ends(seen, "reward/mean"), _first(seen, "reward/std")
     if ends is None or not spread or len(rows) < least or rows[-1]["step"] != seen.now.get("step"):
         return None
@@ -334,6 +347,8 @@ RULES: Mapping[str, Rule] = {
         "check that sync/probe_abs_mean is small (if not, the cause is the weights or the "
         "precision), that staleness/max is 0, and that the engine samples as `generation` says; "
         "set rollout_correction.plugin to bound the effect",
+        curves=("mismatch/k3",),
+        rows=longest,
     ),
     "entropy_collapse": Rule(
         _entropy_since_first,
@@ -342,6 +357,8 @@ RULES: Mapping[str, Rule] = {
         "does not rise: the policy has stopped exploring, and equal responses give no gradient",
         "raise entropy_coef, clip higher (policy_loss.clip_high 0.28, as DAPO), lower "
         "optimizer.learning_rate, or add a KL term",
+        curves=("entropy/mean",),
+        rows=least_entropy,
     ),
     "entropy_rise": Rule(
         _entropy_ends,
@@ -350,6 +367,8 @@ RULES: Mapping[str, Rule] = {
         "the first: responses become random, as garbled text is",
         "read responses before anything else; lower optimizer.learning_rate, entropy_coef or "
         "generation.temperature, or add a KL term",
+        curves=("entropy/mean",),
+        rows=most_entropy,
     ),
     "truncated": Rule(
         _metric("resp_len/truncated_frac"),
@@ -358,6 +377,8 @@ RULES: Mapping[str, Rule] = {
         "unfinished answers",
         "raise generation.max_response_length, leave them out (overlong_filter: mask), or punish "
         "length softly (the reward soft_overlong)",
+        curves=("resp_len/truncated_frac",),
+        rows=cut,
     ),
     "length_explosion": Rule(
         _since_first("resp_len/mean"),
@@ -366,6 +387,8 @@ RULES: Mapping[str, Rule] = {
         "check whether the reward or the aggregator pays for length (posttrain forensics); "
         "token-mean and dr_grpo do not favour long wrong answers as seq-mean-token-mean does, and "
         "the reward soft_overlong punishes length",
+        curves=("resp_len/mean",),
+        rows=longest,
     ),
     "length_stalled": Rule(
         _lengths_and_reward,
@@ -374,6 +397,8 @@ RULES: Mapping[str, Rule] = {
         f"{{now:.0f}}, and reward/mean at {{reward:.3g}}, for {MANY} steps",
         "if resp_len/truncated_frac grows, raise generation.max_response_length; if groups have "
         "equal rewards, choose other problems; else the policy may have learned what it can here",
+        curves=("resp_len/mean", "reward/mean"),
+        rows=longest,
     ),
     "length_shrinks": Rule(
         _length_reward_accuracy,
@@ -385,6 +410,8 @@ RULES: Mapping[str, Rule] = {
         "{accuracy_first:.1%} to {accuracy:.1%}): short answers are paid without being right",
         "read the shortest responses; give accuracy more weight, or lower what pays for form or "
         "brevity",
+        curves=("resp_len/mean", "reward/mean"),
+        rows=shortest,
     ),
     "held_out_flat": Rule(
         _reward_and_flat,
@@ -395,6 +422,8 @@ RULES: Mapping[str, Rule] = {
         "compare responses with the most reward to held-out answers: the reward may pay for "
         "something else, or the training problems are learned by heart (more of them, fewer "
         "epochs)",
+        curves=("reward/mean", "eval/greedy_accuracy"),
+        rows=paid_though_wrong,
     ),
     "overoptimised": Rule(
         _accuracy_and_reward,
@@ -404,6 +433,8 @@ RULES: Mapping[str, Rule] = {
         "pays for instead of what is asked",
         "read samples (posttrain inspect, posttrain forensics), add a KL term, or give accuracy "
         "more weight",
+        curves=("reward/mean", "eval/greedy_accuracy"),
+        rows=paid_though_wrong,
     ),
     "equal_groups": Rule(
         _equal_shares,
@@ -411,6 +442,8 @@ RULES: Mapping[str, Rule] = {
         f"in each of the last {WINDOW} steps at least {{share:.0%}} of groups had equal rewards "
         "and gave no gradient",
         "{advice}; the sampler 'dynamic' draws until groups differ",
+        curves=("group/zero_adv_frac",),
+        rows=equal_groups,
     ),
     "signal_fades": Rule(
         _without_signal,
@@ -419,6 +452,8 @@ RULES: Mapping[str, Rule] = {
         "gradient, {first:.0%} at first; {all_correct:.0%} are all right, {all_wrong:.0%} all "
         "wrong",
         "{advice}; the sampler 'dynamic' draws until groups differ",
+        curves=("group/zero_adv_frac",),
+        rows=equal_groups,
     ),
     "diversity_lost": Rule(
         _average_and_pass,
@@ -429,6 +464,7 @@ RULES: Mapping[str, Rule] = {
         "raise policy_loss.clip_high or entropy_coef, add a KL term, take harder problems, or "
         "learn from pass@k (the advantage 'pass_at_k'); stop here if one answer is all that is "
         "asked",
+        curves=("eval/pass_at/",),
     ),
     "clip_high": Rule(
         _metric("clip/high_frac"),
@@ -436,18 +472,24 @@ RULES: Mapping[str, Rule] = {
         "{now:.0%} of tokens are cut at the upper clip bound and give no gradient",
         "lower optimizer.learning_rate, take fewer updates of a batch (epochs, num_mini_batches), "
         "or raise policy_loss.clip_high",
+        curves=("clip/high_frac",),
+        rows=most_weight,
     ),
     "policy_kl": Rule(
         _metric("kl/old_k3"),
         lambda v, limit: v["now"] <= limit,
         "one batch moved the policy by kl/old_k3 {now:.3g} nats per token",
         "lower optimizer.learning_rate, take fewer updates of a batch, or set kl_guard",
+        curves=("kl/old_k3",),
+        rows=most_weight,
     ),
     "kl_target": Rule(
         _kl_and_target,
         lambda v, limit: v["now"] <= limit * v["target"],
         "{name} is {now:.3g} nats, {times:.1f} times the controller's target {target:g}",
         "raise its first coefficient, let it follow faster, or lower optimizer.learning_rate",
+        curves=("kl/ref_k3",),
+        rows=most_weight,
     ),
     "grad_spike": Rule(
         _norm_and_median,
@@ -456,18 +498,24 @@ RULES: Mapping[str, Rule] = {
         "steps",
         "look at the step's samples and largest weights (posttrain inspect --step); max_grad_norm "
         "bounds what one batch can do, rollout_correction what a wrong log-prob can",
+        curves=("grad/norm",),
+        rows=most_weight,
     ),
     "duplicates": Rule(
         _duplicates,
         lambda v, limit: v["wrong"] <= limit or v["solved"],
         "{now:.0%} of responses repeat another one of their group, more than are right",
         "raise generation.temperature, check top_p and top_k, or add entropy (entropy_coef)",
+        curves=("sampling/duplicate_frac",),
+        rows=repeated,
     ),
     "ess_seq": Rule(
         _metric("ess/seq"),
         lambda v, limit: v["now"] >= limit,
         "ess/seq is {now:.2f}: a few responses carry most of the importance weight",
         "lower max_staleness, or bound weights with rollout_correction",
+        curves=("ess/seq",),
+        rows=longest,
     ),
 }
 
@@ -520,3 +568,34 @@ def raised_in(
         text = judge(seen, limits).get(name, "") if name in RULES else ""
         found.append(Raised(name, tuple(int(history[i]["step"]) for i in at), text))
     return found
+
+
+# --- where to look -------------------------------------------------------------------------------
+
+EVALUATED = ("overoptimised", "held_out_flat", "length_shrinks")
+"""Alarms that compare with held-out answers."""
+
+
+def with_samples(alarm: Raised, microscope: str = "") -> Raised:
+    """The alarm with where to look, where the step's samples are not at hand: no rows."""
+    shown = look_at(alarm.name, StepSamples(alarm.steps[0]), microscope)
+    return replace(alarm, text=f"{alarm.text}. Look at {shown}")
+
+
+def look_at(name: str, samples: StepSamples, microscope: str = "") -> str:
+    """Where to see what the alarm is about: "rows 3 and 7 of tables/...; posttrain inspect ...".
+
+    `microscope` is the command that opens the step token by token, empty where nothing was kept.
+    Tables are among the artifacts of the stage's MLflow run.
+    """
+    step = f"step-{samples.step:06d}.json"
+    if name == "diversity_lost":  # about other answers than the step's own
+        folder = "tables/held_out_sampled"
+        return f"{folder}/{step} against step-000000.json (columns right, different)"
+    pick = RULES[name].rows if name in RULES else None
+    what, rows = ("", []) if pick is None else pick(samples)
+    table, numbers = f"tables/samples/{step}", ", ".join(map(str, rows))
+    places = [f"rows {numbers} of {table} ({what})" if rows else table]
+    if name in EVALUATED:
+        places.append(f"tables/held_out/{step}")
+    return "; ".join([*places, microscope] if microscope else places)

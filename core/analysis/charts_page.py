@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from posttrain.core.analysis.pictures import Panel
-from posttrain.core.analysis.report import escaped, plain
+from posttrain.core.analysis.report import escaped, html_page, plain
 from posttrain.core.analysis.svg import STYLE, Chart, chart_svg, colour_of, number_text, thinned
 
 NOTE = (
@@ -53,21 +53,19 @@ def charts_page(
         parts.append(f"<div class='charts'>{''.join(figures)}</div>")
     script = (Path(__file__).parent / "charts_page.js").read_text("utf-8")
     values = json.dumps(plain({"span": span, "charts": data})).replace("<", "\\u003c")
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-        '<meta name="viewport" content="width=device-width">'
-        '<meta name="color-scheme" content="light dark">'
-        f"<title>{escaped(title)}</title><style>{STYLE}{_STYLE}</style></head><body>"
+    return html_page(
+        title,
+        f"{STYLE}{_STYLE}",
         f"<h1>{escaped(title)}</h1><p class='q'>{escaped(about)}</p>"
         f"{top}{''.join(parts)}"
         f"<p class='q'>{escaped(note)}</p>"
-        f'<script type="application/json" id="data">{values}</script><script>{script}</script>'
-        "</body></html>\n"
+        f'<script type="application/json" id="data">{values}</script><script>{script}</script>',
+        allowed="; script-src 'unsafe-inline'",
+        head='<meta name="viewport" content="width=device-width">'
+        '<meta name="color-scheme" content="light dark">',
     )
 
 
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 _STYLE = """
 body{font:15px/1.5 system-ui,'DejaVu Sans',sans-serif;margin:1.2em auto;max-width:1240px;
 padding:0 1em;color:var(--ink);background:var(--ground)}h1{font-size:1.4em;margin:.2em 0}

@@ -6,13 +6,23 @@ charts at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from posttrain.core.analysis.alarms import Raised
+from posttrain.core.analysis.alarms import RULES, Raised
 from posttrain.core.analysis.charts_page import Section, charts_page
-from posttrain.core.analysis.learning_curves import COMPONENT, HUGE, Rows, occasional_panels
+from posttrain.core.analysis.learning_curves import (
+    COMPONENT,
+    ENTROPY,
+    GREEDY,
+    KL,
+    TRAINED_ON,
+    Curve,
+    Plot,
+    Rows,
+    occasional_plots,
+)
 from posttrain.core.analysis.pictures import (
     BLACK,
     BLUE,
@@ -22,8 +32,6 @@ from posttrain.core.analysis.pictures import (
     ORANGE,
     PINK,
     SKY,
-    Panel,
-    Series,
 )
 from posttrain.core.analysis.report import escaped
 from posttrain.core.analysis.svg import Chart, Mark, stretches
@@ -34,70 +42,27 @@ MOST_CURVES = 6
 
 
 @dataclass(frozen=True, slots=True)
-class Curve:
-    """A metric in a chart; `bounds` are what its lower and upper bound's names end with."""
-
-    metric: str
-    label: str
-    colour: str = ""
-    bounds: tuple[str, str] = ("", "")
-
-
-@dataclass(frozen=True, slots=True)
-class Plot:
-    """One chart: curves of one unit."""
-
-    title: str
-    unit: str
-    curves: tuple[Curve, ...]
-    robust: bool = False
-    smooth: bool = True
-
-
-@dataclass(frozen=True, slots=True)
 class Group:
     """Charts that answer a question together."""
 
     title: str
     question: str
-    plots: tuple[Plot, ...]
+    plots: Sequence[Plot]
 
 
-GREEDY = Curve(
-    "eval/greedy_accuracy",
-    "held-out, greedy, 95 % interval",
-    ORANGE,
-    ("eval/greedy_low", "eval/greedy_high"),
-)
 GROUPS: tuple[Group, ...] = (
     Group(
         "Reward and held-out accuracy",
         "Does the reward rise, and does what is asked rise with it?",
         (
             Plot("Reward", "reward", (Curve("reward/mean", "mean", BLACK),)),
-            Plot(
-                "Accuracy",
-                "fraction correct",
-                (Curve("acc/mean", "training batch, sampled", BLUE), GREEDY),
-            ),
+            Plot("Accuracy", "fraction correct", (TRAINED_ON, GREEDY)),
         ),
     ),
     Group(
         "Entropy and KL",
         "Does the policy still explore, and how far has it moved?",
-        (
-            Plot("Entropy", "nats per token", (Curve("entropy/mean", "policy", BLUE),)),
-            Plot(
-                "KL divergence (k3)",
-                "nats per token",
-                (
-                    Curve("kl/old_k3", "from the rollout's policy", BLUE),
-                    Curve("kl/ref_k3", "from the reference", ORANGE),
-                    Curve("mismatch/k3", "engine against trainer", GREEN),
-                ),
-                robust=True,
-            ),
-        ),
+        (ENTROPY, KL),
     ),
     Group(
         "Length and truncation",
@@ -273,39 +238,20 @@ GROUPS: tuple[Group, ...] = (
         ),
     ),
 )
-MARKED: Mapping[str, tuple[str, ...]] = {
-    "mismatch": ("mismatch/k3",),
-    "entropy_collapse": ("entropy/mean",),
-    "entropy_rise": ("entropy/mean",),
-    "truncated": ("resp_len/truncated_frac",),
-    "length_explosion": ("resp_len/mean",),
-    "length_stalled": ("resp_len/mean", "reward/mean"),
-    "length_shrinks": ("resp_len/mean", "reward/mean"),
-    "held_out_flat": ("reward/mean", "eval/greedy_accuracy"),
-    "overoptimised": ("reward/mean", "eval/greedy_accuracy"),
-    "equal_groups": ("group/zero_adv_frac",),
-    "signal_fades": ("group/zero_adv_frac",),
-    "diversity_lost": ("eval/pass_at/",),
-    "clip_high": ("clip/high_frac",),
-    "policy_kl": ("kl/old_k3",),
-    "kl_target": ("kl/ref_k3",),
-    "grad_spike": ("grad/norm",),
-    "duplicates": ("sampling/duplicate_frac",),
-    "ess_seq": ("ess/seq",),
-}
-"""The curves on which an alarm is marked: metrics, or what their names begin with."""
 
 
 def dashboard_page(history: Rows, raised: Sequence[Raised], title: str, about: str = "") -> str:
     """The page. Rows hold "step" and metrics by name; charts without any value are left out."""
     marks = {alarm.name: Mark(i + 1, alarm.steps) for i, alarm in enumerate(raised)}
     sections = []
-    for group in groups_of(dict.fromkeys(name for row in history for name in row)):
+    for group in groups_of({name for row in history for name in row}):
         charts = []
-        for plot, panel in _panels(group, history):
-            names = [curve.metric for curve in plot.curves]
-            chosen = [mark for name, mark in marks.items() if _is_on(name, names)]
-            charts.append(Chart(panel, chosen, robust=plot.robust, smooth=plot.smooth))
+        for plot in group.plots:
+            panel = plot.panel(history)
+            if panel.series:
+                names = [curve.metric for curve in plot.curves]
+                chosen = [mark for name, mark in marks.items() if _is_on(name, names)]
+                charts.append(Chart(panel, chosen, robust=plot.robust, smooth=plot.smooth))
         sections.append(Section(charts, group.title, group.question))
     return charts_page(sections, title, about=about, top=_alarms(raised), note=_NOTE)
 
@@ -320,26 +266,21 @@ _NOTE = (
 # --- which charts ---------------------------------------------------------------------------------
 
 
-def groups_of(names: Mapping[str, None]) -> Iterator[Group]:
+def groups_of(names: Collection[str]) -> Iterator[Group]:
     """The groups, with the plots that depend on which metrics a stage has."""
-    for group in GROUPS:
-        if group.title == GROUPS[0].title:
-            first, *others = group.plots
-            plots = (_with_components(first, names), *others, *_at_k(names))
-            yield Group(group.title, group.question, plots)
-        else:
-            yield group
-    yield Group("Of this stage", "What its sampler, teachers and environment record.", ())
-
-
-def _with_components(plot: Plot, names: Mapping[str, None]) -> Plot:
-    """The total with its components, where there are several."""
+    first, *others = GROUPS
+    reward, *more = first.plots
     parts = sorted(name for name in names if name.startswith(COMPONENT))
-    curves = [Curve(name, name.removeprefix(COMPONENT)) for name in parts[:MOST_CURVES]]
-    return Plot(plot.title, plot.unit, (*(curves if len(parts) > 1 else ()), *plot.curves))
+    if len(parts) > 1:  # a single component is the total
+        curves = [Curve(name, name.removeprefix(COMPONENT)) for name in parts[:MOST_CURVES]]
+        reward = replace(reward, curves=(*curves, *reward.curves))
+    yield replace(first, plots=(reward, *more, *_at_k(names)))
+    yield from others
+    about = "What its sampler, teachers and environment record."
+    yield Group("Of this stage", about, occasional_plots(names))
 
 
-def _at_k(names: Mapping[str, None]) -> Iterator[Plot]:
+def _at_k(names: Collection[str]) -> Iterator[Plot]:
     """avg@k and pass@k of sampled answers, the largest k with its interval."""
     sizes = sorted(
         int(name.rpartition("/")[2]) for name in names if name.startswith("eval/pass_at/")
@@ -369,32 +310,8 @@ def _at_k(names: Mapping[str, None]) -> Iterator[Plot]:
     )
 
 
-def _panels(group: Group, history: Rows) -> Iterator[tuple[Plot, Panel]]:
-    if not group.plots:
-        for panel in occasional_panels(history):
-            yield Plot(panel.title, panel.unit, ()), panel
-    for plot in group.plots:
-        series = [s for curve in plot.curves if (s := _series(curve, history)) is not None]
-        if series:
-            yield plot, Panel(plot.title, plot.unit, series)
-
-
-def _series(curve: Curve, history: Rows) -> Series | None:
-    """The finite values of a metric with its bounds; None without any value."""
-    rows = [row for row in history if curve.metric in row]
-    rows = [row for row in rows if abs(row[curve.metric]) < HUGE]  # not NaN either
-    if not rows:
-        return None
-    steps, values = [row["step"] for row in rows], [row[curve.metric] for row in rows]
-    low, high = curve.bounds
-    if not low or not any(low in row for row in rows):
-        return Series(curve.label, curve.colour, steps, values)
-    lows, highs = ([row.get(name) for row in rows] for name in (low, high))
-    return Series(curve.label, curve.colour, steps, values, lows, highs)
-
-
 def _is_on(alarm: str, metrics: Sequence[str]) -> bool:
-    wanted = MARKED.get(alarm, ())
+    wanted = RULES[alarm].curves if alarm in RULES else ()
     return any(m == w or (w.endswith("/") and m.startswith(w)) for m in metrics for w in wanted)
 
 

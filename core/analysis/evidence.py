@@ -80,6 +80,11 @@ def rows_path(folder: Path, step: int) -> Path:
     return folder / f"step-{step:06d}.parquet"
 
 
+def step_files(folder: Path, step: int) -> tuple[Path, Path]:
+    """Both files of a step."""
+    return tensors_path(folder, step), rows_path(folder, step)
+
+
 def steps_in(folder: Path) -> list[int]:
     """Steps that `folder` has evidence of, in order."""
     numbers = (path.stem.removeprefix("step-") for path in folder.glob("step-*.safetensors"))
@@ -105,7 +110,7 @@ def write_step(folder: Path, evidence: StepEvidence) -> int:
     }
     rows = pa.Table.from_pylist([_row(batch, index) for index in range(len(batch))])
     rows = rows.replace_schema_metadata({"posttrain": json.dumps(header)})
-    tensors_file, rows_file = tensors_path(folder, evidence.step), rows_path(folder, evidence.step)
+    tensors_file, rows_file = step_files(folder, evidence.step)
     partial = folder / f"step-{evidence.step:06d}.partial"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -243,7 +248,8 @@ class EvidenceKeeper:
             if step > keep_through:
                 self._remove(step)
             else:
-                self._sizes[step] = _size(folder, step)
+                files = (path for path in step_files(folder, step) if path.is_file())
+                self._sizes[step] = sum(path.stat().st_size for path in files)
         self._stride = math.gcd(*(step - 1 for step in self._sizes)) or 1
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="evidence")
         self._pending: Future[None] | None = None
@@ -281,11 +287,8 @@ class EvidenceKeeper:
         return (step - 1) % self._stride == 0
 
     def _remove(self, step: int) -> None:
-        tensors_path(self.folder, step).unlink(missing_ok=True)
-        rows_path(self.folder, step).unlink(missing_ok=True)
+        for path in step_files(
+            self.folder, step
+        ):  # without its tensors, the first, a step is absent
+            path.unlink(missing_ok=True)
         self._sizes.pop(step, None)
-
-
-def _size(folder: Path, step: int) -> int:
-    paths = (tensors_path(folder, step), rows_path(folder, step))
-    return sum(path.stat().st_size for path in paths if path.is_file())

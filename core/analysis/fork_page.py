@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import html
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+from posttrain.core.analysis.report import html_page
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#B8860B", "#56B4E9", "#882255", "#999933")
 LINE_WIDTH, TEXT_WIDTH = 460, 640
@@ -29,7 +31,7 @@ class RunLine:
     parent: str = ""
     stage: str = ""
     step: int | None = None
-    changes: Sequence[str] = field(default_factory=tuple)
+    changes: Sequence[str] = ()
     result: str = ""
     status: str = ""
 
@@ -88,15 +90,12 @@ def fork_page(runs: Sequence[RunLine], title: str) -> str:
         f'<svg viewBox="0 0 {width} {height}" width="{width}" role="img" '
         f'aria-label="{html.escape(title)}">{"".join(drawn)}</svg>'
     )
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; style-src '
-        "'unsafe-inline'\">"
-        f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head><body>"
+    body = (
         f"<h1>{html.escape(title)}</h1><p>A line is a run over its optimizer steps, stage after "
         "stage. A fork leaves the line of the run that it was forked from at the last step that "
-        f"both share.</p>{svg}</body></html>\n"
+        f"both share.</p>{svg}"
     )
+    return html_page(title, _STYLE, body)
 
 
 _STYLE = """

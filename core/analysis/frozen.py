@@ -176,6 +176,8 @@ def evaluate(step: FrozenStep, variant: Variant) -> VariantResult:
     """Advantages, loss and weights of `variant`; raises `ConfigError` naming a missing column."""
     batch = prepared_batch(step, variant)
     weights = torch.zeros_like(step.logprobs)
+    # Zeros where it is not known and, as was checked, nothing reads it.
+    entropy = torch.zeros_like(step.logprobs) if step.entropy is None else step.entropy
     totals: list[float] = []
     parts, metrics = MetricSums(), MetricSums()
     for mini in step.minis:
@@ -184,10 +186,9 @@ def evaluate(step: FrozenStep, variant: Variant) -> VariantResult:
         prepared = step.prepare(variant.objective, rows, mini)
         total = torch.zeros(())
         for index in step.settings.micro_rows(rows):
-            entropy = _entropy(step)[mini.rows[index]]
             share = variant.objective.loss(
                 logprobs[index],
-                entropy,
+                entropy[mini.rows[index]],
                 rows.select(index),
                 prepared.rows(index),
                 variant.kl_coef,
@@ -273,8 +274,3 @@ def _check_columns(step: FrozenStep, variant: Variant, batch: RolloutBatch) -> N
 def _without(batch: RolloutBatch, *names: str) -> RolloutBatch:
     nothing: dict[str, Any] = dict.fromkeys(names)  # Any: fields of one dataclass
     return replace(batch, **nothing)
-
-
-def _entropy(step: FrozenStep) -> Tensor:
-    """Entropy [B, T]; zeros where it is not known and, as was checked, nothing reads it."""
-    return torch.zeros_like(step.logprobs) if step.entropy is None else step.entropy

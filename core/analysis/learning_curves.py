@@ -1,8 +1,12 @@
-"""The learning curves that a stage saves, as a PNG and as one HTML page that loads nothing."""
+"""The learning curves that a stage saves, as a PNG and as one HTML page that loads nothing.
+
+Curves and plots here are tables of metrics; `dashboard` has tables of its own of the same kind.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 
@@ -25,8 +29,45 @@ from posttrain.core.analysis.svg import Chart
 COMPONENT = "reward/component/"
 HUGE = 1e300  # MLflow stores an infinity as the largest float: neither can be drawn
 Rows = Sequence[Mapping[str, float]]
-Curve = tuple[str, str, str]
-"""Metric, label and colour; a curve without a colour takes the next of a palette."""
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A metric in a chart; `bounds` are the metrics of its lower and upper bound."""
+
+    metric: str
+    label: str
+    colour: str = ""
+    bounds: tuple[str, str] = ("", "")
+
+    def series(self, rows: Rows) -> list[Series]:
+        """The finite values of the metric by step with its bounds; none without any value."""
+        rows = [row for row in rows if self.metric in row]
+        rows = [row for row in rows if abs(row[self.metric]) < HUGE]  # not NaN either
+        if not rows:
+            return []
+        steps, values = zip(*((row["step"], row[self.metric]) for row in rows), strict=True)
+        low, high = self.bounds
+        if not low or not any(low in row for row in rows):
+            return [Series(self.label, self.colour, steps, values)]
+        lows, highs = (tuple(row.get(name) for row in rows) for name in (low, high))
+        return [Series(self.label, self.colour, steps, values, lows, highs)]
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """One chart: curves of one unit."""
+
+    title: str
+    unit: str
+    curves: Sequence[Curve]
+    robust: bool = False
+    smooth: bool = True
+
+    def panel(self, rows: Rows, more: Sequence[Series] = ()) -> Panel:
+        """What `rows` have of the curves, then `more`."""
+        found = [series for curve in self.curves for series in curve.series(rows)]
+        return Panel(self.title, self.unit, [*found, *more])
 
 
 def learning_curves(history: Rows, evaluations: Rows, title: str, folder: Path) -> list[Path]:
@@ -67,182 +108,139 @@ def _write(panels: Sequence[Panel], title: str, folder: Path) -> list[Path]:
 
 # --- panels --------------------------------------------------------------------------------------
 
+GREEDY = Curve(
+    "eval/greedy_accuracy",
+    "held-out, greedy, 95 % interval",
+    ORANGE,
+    ("eval/greedy_low", "eval/greedy_high"),
+)
+TRAINED_ON = Curve("acc/mean", "training batch, sampled", BLUE)
+ENTROPY = Plot("Entropy", "nats per token", [Curve("entropy/mean", "policy", BLUE)])
+KL = Plot(
+    "KL divergence (k3)",
+    "nats per token",
+    [
+        Curve("kl/old_k3", "from the rollout's policy", BLUE),
+        Curve("kl/ref_k3", "from the reference", ORANGE),
+        Curve("mismatch/k3", "engine against trainer", GREEN),
+    ],
+    robust=True,
+)
+
 
 def learning_panels(history: Rows, evaluations: Rows) -> list[Panel]:
     """The six panels of a learning curve, and those of what only some stages have.
 
     Rows of `history` and `evaluations` hold "step" and metrics by name; missing ones leave gaps.
     """
-    names = sorted({key for row in history for key in row if key.startswith(COMPONENT)})
-    parts = [(name, name.removeprefix(COMPONENT), "") for name in names]
-    held_out = "held-out, greedy, 95 % interval"
+    names = {name for row in history for name in row}
+    parts = _each(COMPONENT, names, (SKY, GOLD, PINK, GREEN, BLUE, ORANGE))
+    total = Curve("reward/mean", "total", BLACK)
+    length = [Curve("resp_len/max", "longest", SKY), Curve("resp_len/mean", "mean", BLUE)]
+    clipped = [
+        Curve("clip/high_frac", "upper bound", ORANGE),
+        Curve("clip/low_frac", "lower bound", BLUE),
+    ]
+    accuracy = Plot("Accuracy", "fraction correct", [TRAINED_ON])
+    others = [plot.panel(history) for plot in occasional_plots(names)]
     return [
-        _panel(
-            "Reward",
-            "reward",
-            history,
-            *(parts if len(parts) > 1 else ()),  # a single component is the total
-            ("reward/mean", "total", BLACK),
-        ),
-        _panel(
-            "Accuracy",
-            "fraction correct",
-            history,
-            ("acc/mean", "training batch, sampled", BLUE),
-            bars=_bars(evaluations, "eval/greedy_accuracy", "eval/greedy", held_out),
-        ),
-        _panel("Entropy", "nats per token", history, ("entropy/mean", "policy", BLUE)),
-        _panel(
-            "Response length",
-            "tokens",
-            history,
-            ("resp_len/max", "longest", SKY),
-            ("resp_len/mean", "mean", BLUE),
-        ),
-        _panel(
-            "KL divergence (k3)",
-            "nats per token",
-            history,
-            ("kl/old_k3", "from the rollout's policy", BLUE),
-            ("kl/ref_k3", "from the reference", ORANGE),
-            ("mismatch/k3", "engine against trainer", GREEN),
-        ),
-        _panel(
-            "Clipped tokens",
-            "fraction of tokens",
-            history,
-            ("clip/high_frac", "upper bound", ORANGE),
-            ("clip/low_frac", "lower bound", BLUE),
-        ),
-        *occasional_panels(history),
+        # A single component is the total.
+        Plot("Reward", "reward", [*parts, total] if len(parts) > 1 else [total]).panel(history),
+        accuracy.panel(history, GREEDY.series(evaluations)),
+        ENTROPY.panel(history),
+        Plot("Response length", "tokens", length).panel(history),
+        KL.panel(history),
+        Plot("Clipped tokens", "fraction of tokens", clipped).panel(history),
+        *(panel for panel in others if panel.series),
     ]
 
 
-def occasional_panels(history: Rows) -> list[Panel]:
-    """Of samplers that remember, teachers, and what environments write; those with any value."""
+def occasional_plots(names: Collection[str]) -> list[Plot]:
+    """Of samplers that remember, teachers, and what environments write; those among `names`."""
     bands = (("below", SKY), ("inside", GREEN), ("above", ORANGE))
-    known = [(f"curriculum/known_frac/{band}", f"{band} the band", c) for band, c in bands]
-    rates = [(f"curriculum/pass_rate/{band}", f"{band} the band", c) for band, c in bands]
-    shares = _of_tasks("progress/share/", history)
-    panels = [
-        _panel(
+    known = [Curve(f"curriculum/known_frac/{b}", f"{b} the band", colour) for b, colour in bands]
+    rates = [Curve(f"curriculum/pass_rate/{b}", f"{b} the band", colour) for b, colour in bands]
+    tasks = (BLUE, ORANGE, GREEN, SKY, BLACK)
+    plots = [
+        Plot(
             "Curriculum: problems by pass rate",
             "fraction",
-            history,
-            *known,
-            ("curriculum/unseen_frac", "unseen, of the batch", BLACK),
+            [*known, Curve("curriculum/unseen_frac", "unseen, of the batch", BLACK)],
         ),
-        _panel(
+        Plot(
             "Curriculum: accuracy by band",
             "fraction correct",
-            history,
-            *rates,
-            ("curriculum/pass_rate/unseen", "unseen", BLACK),
+            [*rates, Curve("curriculum/pass_rate/unseen", "unseen", BLACK)],
         ),
-        _panel("Tasks: shares", "fraction of the batch", history, *shares),
-        _panel("Tasks: accuracy", "fraction correct", history, *_of_tasks("acc/task/", history)),
-        _panel(
+        Plot("Tasks: shares", "fraction of the batch", _each("progress/share/", names, tasks)),
+        Plot("Tasks: accuracy", "fraction correct", _each("acc/task/", names, tasks)),
+        Plot(
             "From the teacher",
             "nats per token",
-            history,
-            ("distil/rollout_kl", "KL of the policy, sampled", BLUE),
-            ("distil/divergence", "divergence that is learned from", ORANGE),
+            [
+                Curve("distil/rollout_kl", "KL of the policy, sampled", BLUE),
+                Curve("distil/divergence", "divergence that is learned from", ORANGE),
+            ],
         ),
-        _panel(
+        Plot(
             "Replayed groups",
             "fraction of the batch",
-            history,
-            ("replay/taken_frac", "sampled before", BLUE),
+            [Curve("replay/taken_frac", "sampled before", BLUE)],
         ),
-        _panel(
+        Plot(
             "Observations (not sampled)",
             "nats per token",
-            history,
-            ("observed/nll", "negative log-prob", BLUE),
+            [Curve("observed/nll", "negative log-prob", BLUE)],
         ),
     ]
-    return [panel for panel in panels if panel.series]
+    return [plot for plot in plots if any(curve.metric in names for curve in plot.curves)]
 
 
-def _of_tasks(prefix: str, history: Rows) -> list[tuple[str, str, str]]:
-    """(metric, label, colour) of each task of a mixture."""
-    names = sorted({name for row in history for name in row if name.startswith(prefix)})
-    colours = cycle((BLUE, ORANGE, GREEN, SKY, BLACK))
+def _each(prefix: str, names: Collection[str], colours: Sequence[str]) -> list[Curve]:
+    """A curve for each of the names that begin so, in these colours in turn."""
+    chosen = sorted(name for name in names if name.startswith(prefix))
     return [
-        (name, name.removeprefix(prefix), colour)
-        for name, colour in zip(names, colours, strict=False)
+        Curve(n, n.removeprefix(prefix), c) for n, c in zip(chosen, cycle(colours), strict=False)
     ]
 
 
 def preference_panels(history: Rows, rankings: Rows) -> list[Panel]:
     """The six panels of learning from preferences; rows as in `learning_panels`."""
+    bounds = ("pref/held_out_low", "pref/held_out_high")
     ranked = [
         series
         for what in ("pair", "row")
-        for series in _bars(
-            rankings,
-            f"pref/held_out_{what}_accuracy",
-            "pref/held_out",
-            "held-out, 95 % interval",
-        )
+        for series in Curve(
+            f"pref/held_out_{what}_accuracy", "held-out, 95 % interval", ORANGE, bounds
+        ).series(rankings)
     ]
-    return [
-        _panel("Loss", "loss", history, ("loss/preference", "training batch", BLUE)),
-        _panel(
-            "Answers ranked right",
-            "fraction",
-            history,
-            ("rewards/accuracy", "training batch, pairs", BLUE),
-            bars=ranked,
-        ),
-        _panel("Implied reward", "reward", history, *_both("rewards/{}")),
-        _panel("Log-prob of the answers", "nats per token", history, *_both("logps/{}_per_token")),
-        _away_from_reference(history),
-        _panel("Gradient norm", "L2 norm", history, ("grad/norm", "before clipping", BLUE)),
-    ]
-
-
-def _away_from_reference(history: Rows) -> Panel:
-    """How often both answers of a pair fall; single answers have no pair, but move as well."""
-    falling = _panel(
+    pairs = [Curve("rewards/accuracy", "training batch, pairs", BLUE)]
+    # How often both answers of a pair fall; single answers have no pair, but move as well.
+    falling = Plot(
         "Both answers less likely than under the reference",
         "fraction of pairs",
-        history,
-        ("pref/both_falling", "training batch", BLUE),
+        [Curve("pref/both_falling", "training batch", BLUE)],
     )
-    if falling.series:
-        return falling
-    title = "Log-prob of the answers, less the reference's"
-    return _panel(title, "nats per answer", history, *_both("logps/{}_delta"))
+    moving = Plot(
+        "Log-prob of the answers, less the reference's", "nats per answer", _both("logps/{}_delta")
+    )
+    of_pairs = falling.panel(history)
+    return [
+        Plot("Loss", "loss", [Curve("loss/preference", "training batch", BLUE)]).panel(history),
+        Plot("Answers ranked right", "fraction", pairs).panel(history, ranked),
+        Plot("Implied reward", "reward", _both("rewards/{}")).panel(history),
+        Plot("Log-prob of the answers", "nats per token", _both("logps/{}_per_token")).panel(
+            history
+        ),
+        of_pairs if of_pairs.series else moving.panel(history),
+        Plot("Gradient norm", "L2 norm", [Curve("grad/norm", "before clipping", BLUE)]).panel(
+            history
+        ),
+    ]
 
 
 def _both(metric: str) -> list[Curve]:
     return [
-        (metric.format("chosen"), "chosen", BLUE),
-        (metric.format("rejected"), "rejected", ORANGE),
+        Curve(metric.format("chosen"), "chosen", BLUE),
+        Curve(metric.format("rejected"), "rejected", ORANGE),
     ]
-
-
-def _panel(
-    title: str, unit: str, history: Rows, *wanted: Curve, bars: Sequence[Series] = ()
-) -> Panel:
-    """The finite values of each wanted metric by step, then `bars`."""
-    found = []
-    for index, (metric, label, colour) in enumerate(wanted):
-        points = [(row["step"], row[metric]) for row in history if metric in row]
-        points = [(step, value) for step, value in points if abs(value) < HUGE]  # not NaN either
-        if points:
-            steps, values = zip(*points, strict=True)
-            palette = (SKY, GOLD, PINK, GREEN, BLUE, ORANGE)
-            found.append(Series(label, colour or palette[index % len(palette)], steps, values))
-    return Panel(title, unit, [*found, *bars])
-
-
-def _bars(rows: Rows, metric: str, bounds: str, label: str) -> list[Series]:
-    """The metric by step with bars from `bounds`_low to `bounds`_high, as no series or one."""
-    keys = ("step", metric, f"{bounds}_low", f"{bounds}_high")
-    points = [[row[key] for key in keys] for row in rows if all(k in row for k in keys)]
-    if not points:
-        return []
-    steps, values, low, high = zip(*points, strict=True)
-    return [Series(label, ORANGE, steps, values, low, high)]

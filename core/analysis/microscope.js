@@ -1,7 +1,6 @@
-/* The microscope's page. `meta` is JSON, columns are deflated float32, uint8 or uint32 (packing.py);
-   texts reach the page through textContent alone. The hash keeps what is chosen:
-   #colour=weight&what=own@token-mean&sort=weight&show=wrong. Over 300 lines by a little: a page
-   is one script, and loads nothing. */
+/* The microscope's page. `meta` is JSON, columns are deflated float32, uint8 or uint32, as `pack` in
+   microscope.py lays them out; texts reach the page through textContent alone. The hash keeps what is
+   chosen: #colour=weight&what=own@token-mean&sort=weight&show=wrong. */
 "use strict";
 
 const meta = JSON.parse(document.getElementById("meta").textContent);

@@ -13,11 +13,12 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 from torch import Tensor
 
 from posttrain.core.analysis.answer_weights import (
@@ -51,17 +52,8 @@ LARGE = 100_000
 LARGE_BITS, FULL_BITS = 13, 23
 CLAMP = 20.0  # bound of log ratios before exp, nats: as in the losses
 Column = NDArray[np.float32] | NDArray[np.uint8] | NDArray[np.uint32]
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """A loss that was asked for; `name` is its name on the page.
-
-    `weigh` gives the weights of a step under it; it raises `PosttrainError` where that cannot be.
-    """
-
-    name: str
-    weigh: Callable[[StepEvidence], TokenWeights]
+Weigh = Callable[[StepEvidence], TokenWeights]
+"""The weights of a step under a loss; raises `PosttrainError` where that cannot be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,28 +106,28 @@ class Microscope:
 def look(
     evidence: StepEvidence,
     own: TokenWeights,
-    asked: Sequence[Variant] = (),
-    usual: Sequence[Variant] = (),
+    asked: Mapping[str, Weigh] = MappingProxyType({}),
+    usual: Mapping[str, Weigh] = MappingProxyType({}),
     *,
     title: str,
     notes: Sequence[str] = (),
     answers: AnswerWeights | None = None,
 ) -> Microscope:
-    """A step under its `own` loss and under others; `answers` of one that learned from given ones.
+    """A step under its `own` loss and under others, by their names on the page.
 
-    One of `asked` that cannot be computed raises what it does; one of `usual` is left out with a
-    note that says why.
+    `answers` are those of a step that learned from given ones. One of `asked` that cannot be
+    computed raises what it does; one of `usual` is left out with a note that says why.
     """
     said = list(notes)
     weights = {OWN_NAME: own}
-    for variant in asked:
-        weights[variant.name] = variant.weigh(evidence)
+    for name, weigh in asked.items():
+        weights[name] = weigh(evidence)
     left_out: dict[str, list[str]] = {}
-    for variant in usual:
+    for name, weigh in usual.items():
         try:
-            weights.setdefault(variant.name, variant.weigh(evidence))
+            weights.setdefault(name, weigh(evidence))
         except PosttrainError as error:
-            left_out.setdefault(str(error), []).append(variant.name)
+            left_out.setdefault(str(error), []).append(name)
     said += [f"{', '.join(names)} left out: {reason}" for reason, names in left_out.items()]
     shown = _shown(evidence)
     bits = LARGE_BITS if int(shown.sum()) >= LARGE else FULL_BITS
@@ -148,7 +140,7 @@ def look(
     if norms is not None and not weights[OWN_NAME].of_logits:
         measured["divergence_pull"] = norms
     numbers = measured | {f"weight-{i}": found.total for i, found in enumerate(weights.values())}
-    flat = {name: _flat(values, shown) for name, values in numbers.items()}
+    flat = {name: v[shown].detach().float().numpy() for name, v in numbers.items()}
     columns = {"tokens": pack(tokens)} | {name: pack(c, bits) for name, c in flat.items()}
     for index, found in enumerate(weights.values()):
         columns[f"clip-{index}"] = pack(found.clip[shown].numpy())
@@ -185,11 +177,13 @@ def _measured(evidence: StepEvidence) -> dict[str, Tensor]:
     # have computed them.
     computed = known | (takes_loss & (old != 0).any(dim=1, keepdim=True))
     found = {
-        "advantage": _where(takes_loss, batch.column("advantages")),
-        "logprobs": _where(known, seen),
-        "ratio": _where(known, masked(seen - old, known).clamp(-CLAMP, CLAMP).exp()),
-        "entropy": _where(known, evidence.seen_entropy),
-        "mismatch": _where(computed, old - batch.rollout_logprobs.to(old)),
+        "advantage": torch.where(takes_loss, batch.column("advantages"), torch.nan),
+        "logprobs": torch.where(known, seen, torch.nan),
+        "ratio": torch.where(
+            known, masked(seen - old, known).clamp(-CLAMP, CLAMP).exp(), torch.nan
+        ),
+        "entropy": torch.where(known, evidence.seen_entropy, torch.nan),
+        "mismatch": torch.where(computed, old - batch.rollout_logprobs.to(old), torch.nan),
     }
     return found | _from_reference(evidence, known)
 
@@ -199,7 +193,10 @@ def _from_reference(evidence: StepEvidence, known: Tensor) -> dict[str, Tensor]:
     if evidence.batch.ref_logprobs is None:
         return {}
     k1 = evidence.seen_logprobs - evidence.batch.ref_logprobs.to(evidence.seen_logprobs)
-    return {"kl_k1": _where(known, k1), "kl_k3": _where(known, k3(masked(k1, known), CLAMP, None))}
+    return {
+        "kl_k1": torch.where(known, k1, torch.nan),
+        "kl_k3": torch.where(known, k3(masked(k1, known), CLAMP, None), torch.nan),
+    }
 
 
 def _taught(evidence: StepEvidence) -> dict[str, Tensor]:
@@ -213,12 +210,12 @@ def _taught(evidence: StepEvidence) -> dict[str, Tensor]:
     if batch.teacher_logprobs is not None:
         known = takes_loss & read_rows(evidence)[:, None]
         said = batch.teacher_logprobs.to(evidence.seen_logprobs)
-        found["teacher_logprobs"] = _where(takes_loss, said)
-        found["teacher_gap"] = _where(known, said - evidence.seen_logprobs)
+        found["teacher_logprobs"] = torch.where(takes_loss, said, torch.nan)
+        found["teacher_gap"] = torch.where(known, said - evidence.seen_logprobs, torch.nan)
     elif evidence.seen_gap is not None and bool(evidence.seen_gap.isfinite().any()):
-        found["teacher_gap"] = _where(takes_loss, evidence.seen_gap)
+        found["teacher_gap"] = torch.where(takes_loss, evidence.seen_gap, torch.nan)
     if evidence.seen_divergence is not None:
-        found["divergence"] = _where(takes_loss, evidence.seen_divergence)
+        found["divergence"] = torch.where(takes_loss, evidence.seen_divergence, torch.nan)
     return found
 
 
@@ -283,11 +280,6 @@ def _vocabulary(evidence: StepEvidence, shown: Tensor) -> tuple[list[str], NDArr
     return [evidence.token_text(int(i)) for i in ids], places.astype(np.uint32)
 
 
-def _flat(values: Tensor, shown: Tensor) -> NDArray[np.float32]:
-    found: NDArray[np.float32] = values[shown].detach().float().numpy()
-    return found
-
-
 def _scale(column: NDArray[np.float32], name: str) -> float:
     """Size at which a colour is full: what 99 of 100 finite values other than 0 do not exceed.
 
@@ -314,7 +306,7 @@ def _rows(evidence: StepEvidence, answers: AnswerWeights | None) -> list[dict[st
     if answers is not None:
         shown = answer_rows(evidence, answers, len(batch))
         return [{name: plain(value) for name, value in row.items()} for row in shown]
-    ratios = _sequence_ratios(evidence).tolist()
+    ratios = _sequence_ratios(evidence)
     rows = []
     for index, row in enumerate(sample_rows(batch, names, limit=len(batch))):
         parts = {name: row[f"reward/{name}"] for name in names}
@@ -330,17 +322,13 @@ def _rows(evidence: StepEvidence, answers: AnswerWeights | None) -> list[dict[st
     return rows
 
 
-def _sequence_ratios(evidence: StepEvidence) -> Tensor:
+def _sequence_ratios(evidence: StepEvidence) -> list[float]:
     """exp of the mean log ratio of each response's tokens [B]; NaN where it is not known."""
     known = evidence.batch.mask.bool() & read_rows(evidence)[:, None]
     old = evidence.batch.column("old_logprobs").to(evidence.seen_logprobs)
     gaps = masked(evidence.seen_logprobs - old, known).double()
     mean = gaps.sum(dim=1) / known.sum(dim=1)  # 0 / 0 is the NaN that is promised
-    return mean.clamp(-CLAMP, CLAMP).exp()
-
-
-def _where(known: Tensor, values: Tensor) -> Tensor:
-    return torch.where(known, values, torch.full_like(values, float("nan")))
+    return mean.clamp(-CLAMP, CLAMP).exp().tolist()
 
 
 # --- tables --------------------------------------------------------------------------------------
@@ -413,13 +401,6 @@ def pack(values: Column, bits: int = FULL_BITS) -> str:
     plain = np.frombuffer(kept.astype(kept.dtype.newbyteorder("<")).tobytes(), np.uint8)
     planes = plain.reshape(len(values), values.dtype.itemsize).T
     return base64.b64encode(zlib.compress(planes.tobytes(), 6)).decode("ascii")
-
-
-def unpack(text: str, kind: DTypeLike) -> NDArray[Any]:
-    """What `pack` was given, of that kind."""
-    data = np.frombuffer(zlib.decompress(base64.b64decode(text)), dtype=np.uint8)
-    size = np.dtype(kind).itemsize
-    return np.frombuffer(data.reshape(size, -1).T.tobytes(), dtype=kind)
 
 
 def _rounded(values: NDArray[np.float32], bits: int) -> NDArray[np.float32]:

@@ -14,7 +14,8 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from posttrain.core.analysis.dashboard import Plot, groups_of
+from posttrain.core.analysis.dashboard import groups_of
+from posttrain.core.analysis.learning_curves import COMPONENT, Plot
 from posttrain.core.config.rl_stage import RlStage
 
 COLUMNS = [
@@ -29,12 +30,12 @@ COLUMNS = [
 
 def rl_view(stage: RlStage, rewards: Iterable[str]) -> str:
     """The view's state as JSON, for a stage with these rewards."""
-    names = [f"reward/component/{name}" for name in rewards]
+    names = [f"{COMPONENT}{name}" for name in rewards]
     section = stage.sampled_evaluation
     if section is not None:
         names += [f"eval/pass_at/{k}" for k in section.sizes]
     sections, charts = list[dict[str, Any]](), list[dict[str, Any]]()  # Any: JSON
-    for place, group in enumerate(groups_of(dict.fromkeys(names))):
+    for place, group in enumerate(groups_of(names)):
         if group.plots:
             uuid = f"posttrain-{place}"
             sections.append(

@@ -153,11 +153,7 @@ def accuracies(results: Sequence[tuple[str, float, float, float]], title: str) -
 
     All are fractions.
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 4.8), layout="constrained")
-    axes = figure.subplots()
-    _tidy(axes, title, "", "held-out accuracy (%)")
+    figure, axes = _one(title, "", "held-out accuracy (%)", (9, 4.8))
     places = range(len(results))
     colours = [GREY, *[SKY] * (len(results) - 2), BLUE][-len(results) :]
     values = [100 * value for _, value, _, _ in results]
@@ -215,10 +211,10 @@ def histogram(series: Mapping[str, Sequence[float]], title: str, x: str) -> byte
     return _png(figure)
 
 
-def _one(title: str, x: str, y: str) -> tuple[Figure, Axes]:
+def _one(title: str, x: str, y: str, size: tuple[float, float] = (6.4, 4.2)) -> tuple[Figure, Axes]:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+    figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots()
     _tidy(axes, title, x, y)
     return figure, axes

@@ -44,8 +44,6 @@ white-space:pre-wrap;max-width:36em}th{background:#f5f5f5}td.n{text-align:right;
 font-variant-numeric:tabular-nums}p.note{color:#555;margin:.2em 0 .6em;font-size:13px}
 ul.notes{background:#fff8e1;border-left:4px solid #e0a800;padding:.6em 2em}img{max-width:100%}
 """
-# The browser itself refuses whatever a mistake here would let it load or run.
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +91,9 @@ class Report:
 
     def html(self) -> str:
         """The whole page."""
-        return self.page or (
-            '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-            f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-            f"<title>{escaped(self.title)}</title><style>{_STYLE}</style></head>"
-            f"<body>{self._repr_html_()}</body></html>\n"
-        )
+        if self.page:
+            return self.page
+        return html_page(self.title, _STYLE, self._repr_html_(), allowed="; img-src data:")
 
     def _repr_html_(self) -> str:
         """Title, notes, tables and pictures, as a notebook shows them."""
@@ -234,6 +229,21 @@ def show_table(table: Table, console: Console) -> None:
 def escaped(value: object) -> str:
     """The value as text of an HTML page."""
     return html.escape(shown(value))
+
+
+def html_page(title: str, style: str, body: str, *, allowed: str = "", head: str = "") -> str:
+    """A page that loads nothing. `style` is CSS, `body` and `head` are HTML.
+
+    The browser itself refuses whatever a mistake here would let it load or run; `allowed` is what
+    the page needs besides its style.
+    """
+    policy = f"default-src 'none'; style-src 'unsafe-inline'{allowed}"
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">{head}'
+        f"<title>{escaped(title)}</title><style>{style}</style></head>"
+        f"<body>{body}</body></html>\n"
+    )
 
 
 def _heading(title: str, note: str) -> str:

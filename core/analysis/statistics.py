@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
 import scipy  # its submodules load at first use: 0.5 s that a start does not wait for
@@ -235,7 +236,7 @@ def seeds_difference(
     means, errors, freedom = [], [], []
     for group in (first, second):
         rates = [right / total for right, total in group]
-        mean = math.fsum(rates) / len(rates)
+        mean = fmean(rates)
         spread = math.fsum((rate - mean) ** 2 for rate in rates) / (len(rates) - 1)
         right, total = (sum(column) for column in zip(*group, strict=True))
         share = (right + 2) / (total + 4)
@@ -269,10 +270,8 @@ class Point:
 
 def mean_curve(runs: Sequence[Mapping[int, float]]) -> list[Point]:
     """A point for each step that any of `runs` has a value at, over those that do, in order."""
-    points = []
-    for step in sorted({step for run in runs for step in run}):
-        points.append(point(step, [run[step] for run in runs if step in run]))
-    return points
+    steps = sorted({step for run in runs for step in run})
+    return [point(step, [run[step] for run in runs if step in run]) for step in steps]
 
 
 def point(step: int, values: Sequence[float]) -> Point:

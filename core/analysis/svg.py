@@ -26,40 +26,28 @@ from posttrain.core.analysis.pictures import (
     smoothed,
 )
 
-_NAMES = {
-    BLACK: "black",
-    BLUE: "blue",
-    ORANGE: "orange",
-    GREEN: "green",
-    PINK: "pink",
-    SKY: "sky",
-    GOLD: "gold",
-    GREY: "grey",
+_THEMES = {
+    "ink": ("#1a1a1a", "#e6e6e6"),
+    "soft": ("#5c5c5c", "#a0a0a0"),
+    "grid": ("#e2e2e2", "#383c42"),
+    "ground": ("#ffffff", "#16181c"),
+    "black": (BLACK, "#e6e6e6"),
+    "blue": (BLUE, "#4ea3e0"),
+    "orange": (ORANGE, "#f08a4b"),
+    "green": (GREEN, "#2fc39b"),
+    "pink": (PINK, "#e39ac6"),
+    "sky": (SKY, "#8ccdf5"),
+    "gold": (GOLD, "#d9a832"),
+    "grey": (GREY, "#9a9a9a"),
+    "alarm": ("#b00020", "#ff6b7d"),
 }
-_LIGHT = {"ink": "#1a1a1a", "soft": "#5c5c5c", "grid": "#e2e2e2", "ground": "#ffffff"}
-_DARK = {"ink": "#e6e6e6", "soft": "#a0a0a0", "grid": "#383c42", "ground": "#16181c"}
-_DARK_SERIES = {
-    "black": "#e6e6e6",
-    "blue": "#4ea3e0",
-    "orange": "#f08a4b",
-    "green": "#2fc39b",
-    "pink": "#e39ac6",
-    "sky": "#8ccdf5",
-    "gold": "#d9a832",
-    "grey": "#9a9a9a",
-}
-
-
-def _rule(values: dict[str, str]) -> str:
-    return ";".join(f"--{name}:{value}" for name, value in values.items())
-
-
-_LIGHT_RULE = _rule(
-    _LIGHT | {name: colour for colour, name in _NAMES.items()} | {"alarm": "#b00020"}
+"""Each variable's colour in light and in dark."""
+_NAMES = {light: name for name, (light, _) in _THEMES.items()}
+_LIGHT, _DARK = (
+    ";".join(f"--{name}:{colours[theme]}" for name, colours in _THEMES.items()) for theme in (0, 1)
 )
-_DARK_RULE = _rule(_DARK | _DARK_SERIES | {"alarm": "#ff6b7d"})
 STYLE = (
-    f":root{{{_LIGHT_RULE}}}@media(prefers-color-scheme:dark){{:root{{{_DARK_RULE}}}}}"
+    f":root{{{_LIGHT}}}@media(prefers-color-scheme:dark){{:root{{{_DARK}}}}}"
     "svg text{font:12px system-ui,'DejaVu Sans',sans-serif;fill:var(--soft)}"
     "svg .name{fill:var(--ink);font-weight:600;font-size:13px}"
     "svg .grid{stroke:var(--grid)}svg .axis{stroke:var(--soft)}"
@@ -274,8 +262,7 @@ def tick_numbers(ticks: Sequence[float]) -> list[str]:
 
 
 def _path(steps: Sequence[float], values: Sequence[float], x: Scale, y: Scale) -> str:
-    points = (f"{x(s):.1f},{y(v):.1f}" for s, v in zip(steps, values, strict=True))
-    return " ".join(points)
+    return " ".join(f"{x(s):.1f},{y(v):.1f}" for s, v in zip(steps, values, strict=True))
 
 
 def _line(series: Series, colour: str, x: Scale, y: Scale, chart: Chart) -> list[str]:
@@ -295,8 +282,7 @@ def _line(series: Series, colour: str, x: Scale, y: Scale, chart: Chart) -> list
                 for s, v in zip(steps, values, strict=True)
             ]
         return parts
-    raw = _path(steps, values, x, y)
-    line = _path(*thinned(series.steps, smooth), x, y)
+    raw, line = _path(steps, values, x, y), _path(*thinned(series.steps, smooth), x, y)
     return [
         *parts,
         f'<polyline points="{raw}" fill="none" stroke="{colour}" stroke-width="1" opacity=".3"/>',
@@ -319,9 +305,9 @@ def _bounds(series: Series, colour: str, x: Scale, y: Scale) -> list[str]:
             f'stroke="{colour}" opacity=".6"/>'
             for s, low, high in known
         ]
-    there = [f"{x(s):.1f},{y(high):.1f}" for s, _, high in known]
-    back = [f"{x(s):.1f},{y(low):.1f}" for s, low, _ in reversed(known)]
-    return [f'<polygon points="{" ".join(there + back)}" fill="{colour}" opacity=".16"/>']
+    around = [(s, high) for s, _, high in known] + [(s, low) for s, low, _ in reversed(known)]
+    points = " ".join(f"{x(s):.1f},{y(bound):.1f}" for s, bound in around)
+    return [f'<polygon points="{points}" fill="{colour}" opacity=".16"/>']
 
 
 def _mark(mark: Mark, x: Scale, y: Scale) -> list[str]:

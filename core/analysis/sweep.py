@@ -14,6 +14,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import scipy  # its submodules load at first use
 
@@ -56,13 +57,13 @@ def paired_effect(cells: Cells) -> Effect | None:
     seeds = {seed: values for seed, values in cells.items() if values}
     if not seeds:
         return None
-    means = [math.fsum(values.values()) / len(values) for values in seeds.values()]
-    difference = math.fsum(means) / len(means)
+    means = [fmean(values.values()) for values in seeds.values()]
+    difference = fmean(means)
     of_problem: dict[str, list[float]] = defaultdict(list)
     for values in seeds.values():
         for key, value in values.items():
             of_problem[key].append(value)
-    over = [math.fsum(values) / len(values) for values in of_problem.values()]
+    over = [fmean(values) for values in of_problem.values()]
     parts = [_variance([*over, -1.0, 1.0])]
     how = f"paired over {len(over)} problems"
     if len(means) > 1:
@@ -80,7 +81,7 @@ def seeds_effect(differences: Sequence[float]) -> Effect | None:
     """
     if not differences:
         return None
-    mean = math.fsum(differences) / len(differences)
+    mean = fmean(differences)
     how = f"paired over {len(differences)} seeds"
     if len(differences) < 2 or max(differences) == min(differences):
         return Effect(mean, None, None, how)
@@ -90,7 +91,7 @@ def seeds_effect(differences: Sequence[float]) -> Effect | None:
 
 def _variance(values: Sequence[float]) -> tuple[float, int]:
     """That of the mean of `values`, and its degrees of freedom."""
-    mean = math.fsum(values) / len(values)
+    mean = fmean(values)
     spread = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
     return spread / len(values), len(values) - 1
 

@@ -89,7 +89,8 @@ def token_weights(
     without_kl = replace(objective, kl=None)
     evidence.batch.require(objective.required_columns() - {"logprobs_now"}, "the microscope")
     frozen = freeze(evidence, settings)
-    entropy = torch.where(_read_tokens(evidence), evidence.seen_entropy, 0.0)
+    read = read_rows(evidence)[:, None] & evidence.batch.mask.bool()
+    entropy = torch.where(read, evidence.seen_entropy, 0.0)
     batch = evidence.batch.with_columns(
         logprobs_now=frozen.logprobs, entropy=entropy.to(frozen.logprobs)
     )
@@ -125,10 +126,6 @@ def token_weights(
     if norms is not None and not objective.terms:
         return TokenWeights(norms, policy, clip, norms, of_logits=True)
     return TokenWeights(total, policy, clip, norms)
-
-
-def _read_tokens(evidence: StepEvidence) -> Tensor:
-    return read_rows(evidence)[:, None] & evidence.batch.mask.bool()
 
 
 def _gradient(

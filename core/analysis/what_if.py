@@ -7,18 +7,17 @@ out stays as in the run. KL coefficient and rollout correction stay the run's.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from posttrain.core.config.spec import parse_spec
+from posttrain.core.config.spec import Spec, parse_spec
 from posttrain.core.contracts import Aggregator, PolicyLoss
 from posttrain.core.errors import ConfigError
 from posttrain.core.plugin_manager import PluginManager
-from posttrain.core.training.objective import LossTerm, Objective, Term
+from posttrain.core.training.objective import LossTerm, Objective
 
 OWN = "own"
 OPTION = "--what-if"
-Fields = Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,20 +25,16 @@ class WhatIf:
     """What is changed; `text` is how a person writes it, and its name on the page."""
 
     text: str
-    loss: str = OWN
-    loss_fields: Fields = field(default_factory=dict)
-    aggregator: str | None = None
-    aggregator_fields: Fields = field(default_factory=dict)
+    loss: Spec
+    aggregator: Spec | None = None
 
 
 def parse(text: str) -> WhatIf:
     """What a person wrote; raises `ConfigError` for what is not of that form."""
     loss_part, at, aggregator_part = text.partition("@")
     loss = parse_spec(OPTION, loss_part)
-    if not at:
-        return WhatIf(text, loss.name, loss.fields)
-    aggregator = parse_spec(f"{OPTION} {loss_part}@", aggregator_part)
-    return WhatIf(text, loss.name, loss.fields, aggregator.name, aggregator.fields)
+    aggregator = parse_spec(f"{OPTION} {loss_part}@", aggregator_part) if at else None
+    return WhatIf(text, loss, aggregator)
 
 
 def objective_under(
@@ -53,7 +48,10 @@ def objective_under(
     """
     aggregator = None
     if what.aggregator is not None:
-        aggregator = _aggregator(what.aggregator, what.aggregator_fields, manager, norm_length)
+        known = manager.find(Aggregator.kind, what.aggregator.name).cls.Config.model_fields
+        length = {"norm_length": norm_length} if "norm_length" in known else {}
+        fields = length | what.aggregator.fields
+        aggregator = manager.build(Aggregator, what.aggregator.name, fields)
     if not base.terms:
         return _distilled_under(what, base, aggregator)
     terms = tuple(
@@ -71,16 +69,12 @@ def objective_under(
     return replace(base, terms=terms, aggregator=aggregator or base.aggregator)
 
 
-def _distilled(base: Objective) -> tuple[Term, ...]:
-    return () if base.distillation is None else (base.distillation,)
-
-
 def _distilled_under(
     what: WhatIf, base: Objective, aggregator: Aggregator[Any] | None
 ) -> Objective:
     """The same of a stage whose only loss is its distillation loss."""
     term = base.distillation
-    if term is None or what.loss != OWN or what.loss_fields:
+    if term is None or what.loss.name != OWN or what.loss.fields:
         raise ConfigError(
             f"what-if '{what.text}': this stage has no policy loss, and another distillation loss "
             "takes the logits, which evidence does not hold; write own@AGGREGATOR"
@@ -91,15 +85,15 @@ def _distilled_under(
 
 def _terms(what: WhatIf, base: Objective, manager: PluginManager) -> tuple[LossTerm, ...]:
     first = base.terms[0]
-    if what.loss != OWN:
-        loss = manager.build(PolicyLoss, what.loss, what.loss_fields)
+    if what.loss.name != OWN:
+        loss = manager.build(PolicyLoss, what.loss.name, what.loss.fields)
         if loss.source != "rollout":
             raise ConfigError(
                 f"what-if '{what.text}': {loss.name} reads batches of its own, not the rollout's "
                 "tokens; choose a loss of the rollout"
             )
         return (replace(first, loss=loss),)
-    if not what.loss_fields:
+    if not what.loss.fields:
         return base.terms
     if len(base.terms) > 1:
         names = [term.loss.name for term in base.terms]
@@ -107,16 +101,8 @@ def _terms(what: WhatIf, base: Objective, manager: PluginManager) -> tuple[LossT
             f"what-if '{what.text}': the run's loss has {len(base.terms)} terms, {names}, so it is "
             "not clear whose fields these are; name one loss"
         )
-    fields = first.loss.config.model_dump(mode="json") | dict(what.loss_fields)
+    fields = first.loss.config.model_dump(mode="json") | what.loss.fields
     return (replace(first, loss=manager.build(PolicyLoss, first.loss.name, fields)),)
-
-
-def _aggregator(
-    name: str, fields: Fields, manager: PluginManager, norm_length: int
-) -> Aggregator[Any]:
-    known = manager.find(Aggregator.kind, name).cls.Config.model_fields
-    length = {"norm_length": norm_length} if "norm_length" in known else {}
-    return manager.build(Aggregator, name, {**length, **fields})
 
 
 def usual(base: Objective, manager: PluginManager) -> list[WhatIf]:
@@ -125,7 +111,8 @@ def usual(base: Objective, manager: PluginManager) -> list[WhatIf]:
     The run's own is not among them, and some may be refused: `gspo` where advantages differ
     within a response.
     """
-    own = {term.aggregator.name for term in base.terms or _distilled(base)}
+    terms = base.terms or (() if base.distillation is None else (base.distillation,))
+    own = {term.aggregator.name for term in terms}
     names = [e.name for e in manager.entries(Aggregator.kind)]
     asked = [f"{OWN}@{name}" for name in names if {name} != own]
     if not base.terms:
@@ -139,7 +126,7 @@ def usual(base: Objective, manager: PluginManager) -> list[WhatIf]:
 
 def _is_own(what: WhatIf, taken: Mapping[str, object], manager: PluginManager) -> bool:
     """Whether it is what the run has, under another name."""
-    if what.loss not in taken or what.aggregator is not None or len(taken) > 1:
+    if what.loss.name not in taken or what.aggregator is not None or len(taken) > 1:
         return False
-    config: object = manager.config(PolicyLoss.kind, what.loss, what.loss_fields)
-    return config == taken[what.loss]
+    config: object = manager.config(PolicyLoss.kind, what.loss.name, what.loss.fields)
+    return config == taken[what.loss.name]

@@ -10,7 +10,8 @@ from typing import Any
 
 from posttrain.core.config.sections import EvaluationSection
 from posttrain.core.contracts import PromptGroup, Reward, RolloutEngine, SampledGroup, Task
-from posttrain.core.data.tokens import ChatTokenizer, response_texts, reward_sample
+from posttrain.core.data.tokens import ChatTokenizer, reward_sample
+from posttrain.core.evaluation.sampled import judged
 from posttrain.core.math.groups import pass_at_k
 from posttrain.core.math.intervals import mean_interval, share_interval, standard_error, wilson
 from posttrain.core.rewards.scoring import model_scores
@@ -98,64 +99,44 @@ def evaluate_policy(
     `reward_model`, which scores every sampled answer, also rm@k (arXiv:2409.12122, section 4).
     """
     rows: list[EvaluatedProblem] = []
+    draw = partial(episodes.generate if episodes else generate_groups, engine)
+    greedily = SamplingParams(max_tokens=section.max_response_length, temperature=0.0)
     for start in range(0, len(prompts), section.batch_size):
         part = prompts[start : start + section.batch_size]
-        rows += _evaluate_part(engine, tokenizer, task, part, section, seed, episodes, reward_model)
+        greedy = draw(part, greedily)
+        sampled = draw(part, _sampling(section, seed)) if section.num_samples else []
+        verdicts = [tuple(a.verdict for a in judged(g, task, tokenizer)) for g in sampled]
+        scores: list[tuple[float, ...]] = []
+        if reward_model is not None and sampled:
+            scores = _scores(reward_model, sampled, verdicts, tokenizer)
+        nothing: list[tuple[Any, ...]] = [()] * len(part)  # Any: verdicts or scores
+        for group, said, ranked in zip(greedy, verdicts or nothing, scores or nothing, strict=True):
+            answer, completion = judged(group, task, tokenizer)[0], group.completions[0]
+            rows.append(
+                EvaluatedProblem(
+                    group.prompt.problem,
+                    answer.text,
+                    answer.verdict.parsed,
+                    answer.verdict.correct,
+                    answer.truncated,
+                    sum(completion.sampled) if completion.sampled else len(completion.token_ids),
+                    said,
+                    ranked,
+                )
+            )
         progress(len(rows))
     return Evaluation(tuple(rows), _summary(rows, section))
 
 
-def _evaluate_part(
-    engine: RolloutEngine[Any],
-    tokenizer: ChatTokenizer,
-    task: Task[Any],
-    prompts: Sequence[PromptGroup],
-    section: EvaluationSection,
-    seed: int,
-    episodes: Generates | None,
-    reward_model: Reward[Any] | None,
-) -> list[EvaluatedProblem]:
-    draw = partial(episodes.generate if episodes else generate_groups, engine, prompts)
-    greedy = draw(SamplingParams(max_tokens=section.max_response_length, temperature=0.0))
-    verdicts: list[tuple[Verdict, ...]] = [()] * len(prompts)
-    scores: list[tuple[float, ...]] = [()] * len(prompts)
-    if section.num_samples:
-        # The engine mixes each prompt into its seed, so batch_size does not change what is drawn.
-        sampled = draw(
-            SamplingParams(
-                num_generations=section.num_samples,
-                max_tokens=section.max_response_length,
-                temperature=section.temperature,
-                top_p=section.top_p,
-                seed=derive_seed(seed, "evaluate"),
-            ),
-        )
-        for i, group in enumerate(sampled):
-            verdicts[i] = tuple(
-                task.verdict(group.prompt.problem, response_texts(c, tokenizer).last, c.reward)
-                for c in first_branches(group.completions)
-            )
-        if reward_model is not None:
-            scores = _scores(reward_model, sampled, verdicts, tokenizer)
-    rows = []
-    for group, said_verdicts, said_scores in zip(greedy, verdicts, scores, strict=True):
-        problem = group.prompt.problem
-        completion = group.completions[0]  # of several branches, the one that came to an end
-        said = response_texts(completion, tokenizer)
-        verdict = task.verdict(problem, said.last, completion.reward)
-        rows.append(
-            EvaluatedProblem(
-                problem,
-                said.transcript,
-                verdict.parsed,
-                verdict.correct,
-                tokenizer.is_truncated(completion),
-                sum(completion.sampled) if completion.sampled else len(completion.token_ids),
-                said_verdicts,
-                said_scores,
-            )
-        )
-    return rows
+def _sampling(section: EvaluationSection, seed: int) -> SamplingParams:
+    """The engine mixes each prompt into its seed, so batch_size does not change what is drawn."""
+    return SamplingParams(
+        num_generations=section.num_samples,
+        max_tokens=section.max_response_length,
+        temperature=section.temperature,
+        top_p=section.top_p,
+        seed=derive_seed(seed, "evaluate"),
+    )
 
 
 def _scores(

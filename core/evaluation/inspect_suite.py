@@ -22,6 +22,7 @@ from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import ConfigError, PosttrainError, RunError, nearest
 from posttrain.core.evaluation.offline import without_network
 from posttrain.core.evaluation.suites import (
+    SHOWN,
     Progress,
     SuiteMetric,
     SuiteOptions,
@@ -39,8 +40,6 @@ LINGER_S = 0.05
 """How long the first request of a batch waits for others."""
 SPREADS = ("stderr", "std", "var", "bootstrap_stderr")
 """Metrics that say how sure another one is."""
-SHOWN = 2000
-"""Characters that are kept of a text in a row."""
 
 
 def run_inspect(

@@ -22,6 +22,7 @@ from posttrain.core.config.suites import Suite
 from posttrain.core.errors import ConfigError, DataError, ResourceError, nearest, shortlist
 from posttrain.core.evaluation.offline import without_network
 from posttrain.core.evaluation.suites import (
+    SHOWN,
     Progress,
     SuiteMetric,
     SuiteOptions,
@@ -37,8 +38,6 @@ BATCHES = 4
 BOOTSTRAP = 1000
 """Resamplings for the standard error of a metric that is not a mean."""
 LOCAL_FORMATS = ("json", "csv", "parquet", "text", "arrow")
-SHOWN = 2000
-"""Characters that are kept of a text in a row."""
 
 
 def run_lm_eval(

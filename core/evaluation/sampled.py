@@ -8,7 +8,7 @@ from typing import Any
 
 from posttrain.core.config.sampled_evaluation import SampledEvaluationSection
 from posttrain.core.config.sections import EvaluationSection
-from posttrain.core.contracts import PromptGroup, RolloutEngine, Task
+from posttrain.core.contracts import PromptGroup, RolloutEngine, SampledGroup, Task
 from posttrain.core.data.tokens import ChatTokenizer, response_texts
 from posttrain.core.math.groups import pass_at_k
 from posttrain.core.math.intervals import share_interval
@@ -107,15 +107,22 @@ def sample_policy(
     for start in range(0, len(chosen), limits.batch_size):
         # The engine mixes each prompt into its seed, so the batch does not change what is drawn.
         for group in draw(engine, chosen[start : start + limits.batch_size], params):
-            problem, answers = group.prompt.problem, []
-            for completion in first_branches(group.completions):
-                said = response_texts(completion, tokenizer)
-                verdict = task.verdict(problem, said.last, completion.reward)
-                cut = tokenizer.is_truncated(completion)
-                answers.append(SampledAnswer(said.transcript, verdict, cut))
-            rows.append(SampledProblem(problem, tuple(answers)))
+            rows.append(SampledProblem(group.prompt.problem, judged(group, task, tokenizer)))
         progress(len(rows))
     return SampledEvaluation(tuple(rows), sampled_metrics(rows, section))
+
+
+def judged(
+    group: SampledGroup, task: Task[Any], tokenizer: ChatTokenizer
+) -> tuple[SampledAnswer, ...]:
+    """The answers to one problem; of several branches of one, the one that came to an end."""
+    answers = []
+    for completion in first_branches(group.completions):
+        said = response_texts(completion, tokenizer)
+        verdict = task.verdict(group.prompt.problem, said.last, completion.reward)
+        cut = tokenizer.is_truncated(completion)
+        answers.append(SampledAnswer(said.transcript, verdict, cut))
+    return tuple(answers)
 
 
 def sampled_metrics(

@@ -27,6 +27,8 @@ EVALUATIONS = "evaluations"
 SUITES = "suites"
 """The folder with results in a stage's artifact."""
 RESULTS, ROWS = "suites.json", "rows.jsonl"
+SHOWN = 2000
+"""Characters that are kept of a text in a row."""
 VERSION = 1
 NORMAL_975 = 1.959964
 """The 97.5 % quantile of the normal distribution."""

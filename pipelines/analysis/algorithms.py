@@ -35,7 +35,7 @@ from posttrain.pipelines.analysis.past_run import (
     PastRun,
     check_step,
     read_unchanged,
-    with_logprobs,
+    require_logprobs,
 )
 from posttrain.pipelines.analysis.variants import OWN, Wanted, build_variants
 from posttrain.pipelines.rl.build import build_critic, build_learner, update_settings
@@ -81,7 +81,8 @@ def compare_algorithms(
             "for several), --advantage, --loss, --aggregation or --clip, or --frozen to rank "
             "all aggregators"
         )
-    evidence = with_logprobs(read_unchanged(found, step))
+    evidence = read_unchanged(found, step)
+    require_logprobs(evidence)
     built = build_variants(run, found.stage, wanted, evidence.kl_coef)
     there, config = run.stage_inputs(found.stage, run.resolved, {}), run.rl_stage(found.stage)
     set_threads(run.resolved.config.limits.num_threads)
@@ -93,7 +94,7 @@ def compare_algorithms(
         results,
         [compare_pair(a, b, frozen.tokens) for a, b in combinations(results, 2)],
         _largest((results[0].advantages - evidence.batch.column("advantages"))[frozen.tokens]),
-        notes=[*built.notes, *_notes(frozen, config.resample is not None), *_left_out(config)],
+        notes=[*built.notes, *_notes(frozen, config)],
     )
     if made.advantage_gap > 1e-6:
         made.notes.append(
@@ -101,10 +102,10 @@ def compare_algorithms(
             "run trained on: its estimator remembers earlier steps, or its plugins have changed"
         )
     if with_model:
-        made.gradients = gradients = _gradients(run, found.stage, frozen, built.variants)
-        if not gradients.exact:
+        made.gradients = _gradients(run, found.stage, frozen, built.variants)
+        if not made.gradients.exact:
             made.notes.append(
-                f"parameter gradients are at {gradients.source}, not at the policy that step "
+                f"parameter gradients are at {made.gradients.source}, not at the policy that step "
                 f"{step} started from, which was not kept: run with --set keep.every=1 to keep it"
             )
     return Report(
@@ -119,17 +120,7 @@ def _largest(gaps: Tensor) -> float:
     return float(gaps.abs().max()) if gaps.numel() else 0.0
 
 
-def _left_out(config: RlStage) -> list[str]:
-    """A note on the distillation loss, whose values no variant changes."""
-    if config.distillation is None:
-        return []
-    return [
-        f"the distillation loss {config.distillation.name} is in none of these numbers: they are "
-        "of policy losses; `posttrain inspect` shows what it gave each token"
-    ]
-
-
-def _notes(frozen: FrozenStep, resampled: bool) -> list[str]:
+def _notes(frozen: FrozenStep, config: RlStage) -> list[str]:
     notes = []
     unread = int((frozen.tokens.any(dim=1) & ~frozen.read).sum())
     if unread:
@@ -143,8 +134,13 @@ def _notes(frozen: FrozenStep, resampled: bool) -> list[str]:
             "every log-prob is still the old policy's (one update per batch), so all ratios are 1 "
             "and no clip can act: losses that differ only in their clip are equal here"
         )
-    if resampled:
+    if config.resample is not None:
         notes.append("the run resampled rows by reward: groups are those after resampling")
+    if config.distillation is not None:  # no variant changes its values
+        notes.append(
+            f"the distillation loss {config.distillation.name} is in none of these numbers: they "
+            "are of policy losses; `posttrain inspect` shows what it gave each token"
+        )
     return notes
 
 

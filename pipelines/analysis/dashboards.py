@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from posttrain.core.analysis.alarm_samples import with_samples
-from posttrain.core.analysis.alarms import raised_in
+from posttrain.core.analysis.alarms import raised_in, with_samples
 from posttrain.core.analysis.dashboard import about_stage, dashboard_page
 from posttrain.core.analysis.report import Report, table
 from posttrain.core.analysis.svg import stretches

@@ -39,7 +39,7 @@ def tree_report(home: Path, store: Path, run: str | None) -> Report:
     lines = _lines(read, home, ArtifactStore(store))
     if run is not None:
         wanted = find_run(home, run).run_id
-        top = _top(next((n for n, _, ids in read if wanted in ids), wanted), lines)
+        top = _top(next((r.run_id for r, _, ids in read if wanted in ids), wanted), lines)
         chosen = [line for line in lines if _top(line.run, lines) == top]
     else:
         tops = {_top(line.run, lines) for line in lines if line.parent}
@@ -80,8 +80,8 @@ def _top(run: str, lines: Sequence[RunLine]) -> str:
     return run
 
 
-_Read = tuple[str, tuple[RunRecord, RunConfig], frozenset[str]]
-"""Id, record and config of a run, and the ids of all attempts at it."""
+_Read = tuple[RunRecord, RunConfig, frozenset[str]]
+"""Record and config of a run, and the ids of all attempts at it."""
 
 
 def _read_all(home: Path) -> Iterator[_Read]:
@@ -99,14 +99,14 @@ def _read_all(home: Path) -> Iterator[_Read]:
             config = load_config([last.config], []).config
         except PosttrainError:
             continue
-        yield last.run_id, (last, config), frozenset(record.run_id for record in records)
+        yield last, config, frozenset(record.run_id for record in records)
 
 
 def _lines(read: Sequence[_Read], home: Path, store: ArtifactStore) -> list[RunLine]:
-    last_of = {attempt: name for name, _, attempts in read for attempt in attempts}
-    configs = {name: config for name, (_, config), _ in read}
+    last_of = {attempt: record.run_id for record, _, attempts in read for attempt in attempts}
+    configs = {record.run_id: config for record, config, _ in read}
     found = []
-    for name, (record, config), _ in read:
+    for record, config, _ in read:
         results = dict(_results(record, config, store))
         steps = {
             stage: _steps(home, stage, record, config)
@@ -115,7 +115,7 @@ def _lines(read: Sequence[_Read], home: Path, store: ArtifactStore) -> list[RunL
         }
         done = len(results) == len(config.stages)
         line = RunLine(
-            name,
+            record.run_id,
             config.name,
             steps,
             result=_result(config, results),

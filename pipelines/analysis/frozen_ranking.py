@@ -12,14 +12,12 @@ from transformers import PreTrainedModel
 
 from posttrain.core.analysis.frozen import FrozenStep, freeze
 from posttrain.core.analysis.gradient_quality import (
-    GradientQuality,
-    Prediction,
     QualityReport,
+    gradient_sketch,
     measure,
+    pooled,
 )
-from posttrain.core.analysis.gradient_sketch import gradient_sketch
-from posttrain.core.analysis.pooling import pooled
-from posttrain.core.analysis.report import Picture, Report, Row, Table, table
+from posttrain.core.analysis.report import Picture, Report, Table, table
 from posttrain.core.config.spec import parse_spec
 from posttrain.core.models.device import set_threads
 from posttrain.core.runtime.seeding import derive_seed
@@ -158,39 +156,29 @@ def _parts(made: QualityReport) -> list[Table | Picture]:
         for q in made.qualities
         if q.alignment is not None and q.direction is not None
     }
+    renamed = {"label": "variant", "tokens_for_snr_1": "tokens"}
     return [
-        table("gradients of batches against the policy gradient", _rows(made.qualities), about),
+        table(
+            "gradients of batches against the policy gradient",
+            [{renamed.get(n, n): v for n, v in asdict(q).items()} for q in made.qualities],
+            about,
+        ),
         table(
             f"predictions, next to '{OWN}'",
-            [_prediction(p) for p in made.predictions if p.first == OWN],
+            [
+                {
+                    "variant": p.second,
+                    "gain": p.gain,
+                    "low": p.low,
+                    "high": p.high,
+                    "predicted": p.verdict,
+                }
+                for p in made.predictions
+                if p.first == OWN
+            ],
             f"gain: alignment less that of '{OWN}' on the same batches, with its 95 % interval; "
             "predicted: which learns faster, if the first step's gain decides; tested, 7 of 26 "
             "such predictions came true (docs/token-weights.md); --json has all pairs",
         ),
         Picture("alignment and direction", bars(shown, "cosines with the policy gradient", "")),
-    ]
-
-
-def _prediction(found: Prediction) -> Row:
-    return {
-        "variant": found.second,
-        "gain": found.gain,
-        "low": found.low,
-        "high": found.high,
-        "predicted": found.verdict,
-    }
-
-
-def _rows(qualities: Sequence[GradientQuality]) -> list[Row]:
-    return [
-        {
-            "variant": q.label,
-            "alignment": q.alignment,
-            "direction": q.direction,
-            "bias": q.bias,
-            "noise": q.noise,
-            "snr": q.snr,
-            "tokens": q.tokens_for_snr_1,
-        }
-        for q in qualities
     ]

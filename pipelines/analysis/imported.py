@@ -17,19 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from transformers import PreTrainedModel
 
 from posttrain.core.analysis.evidence import FOLDER, StepEvidence, write_step
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.config.loading import LoadedConfig, validated
 from posttrain.core.config.resolve import ResolvedRun, resolve
 from posttrain.core.config.rl_stage import RlStage
-from posttrain.core.contracts import AdvantageEstimator, Task
+from posttrain.core.contracts import AdvantageEstimator
 from posttrain.core.data.dumps import Dump, DumpRow
 from posttrain.core.data.messages import message_to_json
 from posttrain.core.data.tokens import ChatTokenizer, response_batch
 from posttrain.core.errors import ConfigError, DataError
-from posttrain.core.models.device import ModelRuntime
 from posttrain.core.models.loading import load_policy
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.rewards.scoring import reward_samples, rollout_metrics, with_rewards
@@ -41,8 +40,9 @@ from posttrain.core.store.run_record import RunRecorder
 from posttrain.core.tracking.journal import Journal, JournalRow, journal_path
 from posttrain.core.training.forward import forward_only
 from posttrain.core.types import Message, Problem, Score
+from posttrain.pipelines.analysis.past_run import inputs_of
 from posttrain.pipelines.run.model_reference import find_model
-from posttrain.pipelines.stage.inputs import StageInputs
+from posttrain.pipelines.stage.inputs import StageInputs, load_tokenizer
 
 STAGE = "rl"
 MICRO_ROWS = 8
@@ -95,8 +95,10 @@ def import_dump(
     problems = _write_problems(folder, dump)
     manager = PluginManager()
     resolved = _config(dump, options, model.path, problems, manager)
-    made = _Making(dump, options, resolved, manager, _inputs(resolved, manager))
-    notes = made.check_model(model.path)
+    there = inputs_of(STAGE, resolved, manager, {})
+    tokenizer = load_tokenizer(model.path, there.run, manager)
+    policy = load_policy(model.path, there.runtime) if options.logprobs else None
+    made = _Making(dump, options, there, tokenizer, policy)
     artifacts = ArtifactStore(store)
     partial = artifacts.begin(STAGE)
     try:
@@ -113,7 +115,7 @@ def import_dump(
     began = datetime.now(UTC).isoformat(timespec="seconds")
     record = RunRecorder(home, run_id, resolved.config.name, began, resolved.to_yaml())
     record.stage(STAGE, identity)
-    return Imported(run_id, list(dump.steps), dump.rows, [*dump.notes(), *notes, *made.notes()])
+    return Imported(run_id, list(dump.steps), dump.rows, [*dump.notes(), *made.notes()])
 
 
 def _parts(dump: Dump, options: ImportOptions, data: str, model: str) -> dict[str, str]:
@@ -169,9 +171,8 @@ def _config(
                 "prompts_per_step": prompts,
                 "num_generations": group,
                 "generation": {"max_response_length": 1 << 16, "temperature": options.temperature},
-                "rewards": [
-                    "accuracy"
-                ],  # stands for the dump's, of which only the scores are known
+                # It stands for the dump's, of which only the scores are known.
+                "rewards": ["accuracy"],
                 "kl": {"controller": {"name": "fixed", "coef": 0.0}},
             }
         },
@@ -193,21 +194,6 @@ def _sizes(dump: Dump) -> tuple[int, int]:
     return max(len(found) for found in groups), max(2, usual)
 
 
-def _inputs(resolved: ResolvedRun, manager: PluginManager) -> StageInputs:
-    config = resolved.config
-    task: Task[Any] = manager.task(config.task)
-    return StageInputs(
-        run=config,
-        name=STAGE,
-        stage=config.stages[STAGE],
-        inputs={},
-        manager=manager,
-        task=task,
-        runtime=ModelRuntime.from_config(config.model),
-        check=lambda: None,
-    )
-
-
 # --- one step ------------------------------------------------------------------------------------
 
 
@@ -217,28 +203,17 @@ class _Making:
 
     dump: Dump
     options: ImportOptions
-    resolved: ResolvedRun
-    manager: PluginManager
     there: StageInputs
+    tokenizer: ChatTokenizer
+    model: PreTrainedModel | None
     counts: Counter[str] = field(default_factory=Counter)
-    _tokenizer: ChatTokenizer | None = None
-    _model: Any = None  # Any: PreTrainedModel, None without log-probs
     _prompts: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
-    def check_model(self, folder: Path) -> list[str]:
-        """Load what is needed of the model; what a reader must know of it."""
-        from posttrain.pipelines.stage.inputs import load_tokenizer
-
-        self._tokenizer = load_tokenizer(folder, self.there.run, self.manager)
-        notes = [f"tokens are those of {self.options.model}; the dump has texts, not tokens"]
-        if self.options.logprobs:
-            self._model = load_policy(folder, self.there.runtime)
-            return [
-                *notes,
-                f"log-probs are those of {self.options.model}, not of the policy at each step: "
-                "every ratio is 1, as at the first update of a step",
-            ]
-        return [*notes, "without log-probs: inspect --step and compare --step need them"]
+    @property
+    def stage(self) -> RlStage:
+        """The stage that the dump stands for."""
+        assert isinstance(self.there.stage, RlStage)
+        return self.there.stage
 
     def write(self, folder: Path, reporter: Reporter) -> list[JournalRow]:
         """Evidence of each step; the journal's rows."""
@@ -252,22 +227,28 @@ class _Making:
         return journal
 
     def notes(self) -> list[str]:
-        return [f"{count} {what}" for what, count in self.counts.items()]
-
-    @property
-    def tokenizer(self) -> ChatTokenizer:
-        assert self._tokenizer is not None
-        return self._tokenizer
+        """What a reader must know of the model, and what was left out."""
+        name = self.options.model
+        notes = [f"tokens are those of {name}; the dump has texts, not tokens"]
+        if self.model is None:
+            notes.append("without log-probs: inspect --step and compare --step need them")
+        else:
+            notes.append(
+                f"log-probs are those of {name}, not of the policy at each step: every ratio is "
+                "1, as at the first update of a step"
+            )
+        return [*notes, *(f"{count} {what}" for what, count in self.counts.items())]
 
     def _evidence(self, step: int, given: Sequence[DumpRow]) -> StepEvidence:
-        rows = _by_prompt(given)
-        batch = self._scored(self._batch(rows), rows)
-        batch = self._with_advantages(batch, rows)
-        nothing = torch.full(batch.response_ids.shape, math.nan)
-        seen, entropy = nothing, nothing
+        # Rows of one prompt next to each other, which a balanced batch need not have.
+        order = {prompt: i for i, prompt in enumerate(dict.fromkeys(row.prompt for row in given))}
+        rows = sorted(given, key=lambda row: order[row.prompt])
+        batch = self._batch(rows, [order[row.prompt] for row in rows])
+        batch = self._with_advantages(self._scored(batch, rows), rows)
+        seen = entropy = torch.full(batch.response_ids.shape, math.nan)
         seen_by = torch.full((len(batch),), -1)
-        if self._model is not None:
-            found = forward_only(self._model, batch, MICRO_ROWS, self.options.temperature)
+        if self.model is not None:
+            found = forward_only(self.model, batch, MICRO_ROWS, self.options.temperature)
             seen, entropy = found.logprobs, found.entropy
             seen_by = torch.zeros(len(batch), dtype=torch.int64)
             batch = batch.with_columns(old_logprobs=seen)
@@ -282,28 +263,23 @@ class _Making:
             token_texts={token: self.tokenizer.token_text(token) for token in ids},
         )
 
-    def _batch(self, rows: Sequence[DumpRow]) -> RolloutBatch:
-        usual = self.resolved.config.stages[STAGE].model_dump()["num_generations"]
+    def _batch(self, rows: Sequence[DumpRow], groups: list[int]) -> RolloutBatch:
+        usual = self.stage.num_generations
         sizes = Counter(row.prompt for row in rows).values()
         if odd := sum(size != usual for size in sizes):
             self.counts[f"prompts with another number of responses than {usual} in a step"] += odd
-        groups = {prompt: i for i, prompt in enumerate(dict.fromkeys(r.prompt for r in rows))}
-        responses = [self._response(row) for row in rows]
+        responses = [self._ids(row.response) for row in rows]
+        if empty := sum(not ids for ids in responses):
+            self.counts["empty responses"] += empty
         return response_batch(
             prompts=[self._prompt(row) for row in rows],
-            responses=responses,
-            group_ids=[groups[row.prompt] for row in rows],
+            responses=[ids or (self.tokenizer.eos_token_id,) for ids in responses],
+            group_ids=groups,
             pad_token_id=self.tokenizer.pad_token_id,
             problems=[_problem(row) for row in rows],
             texts=[row.response for row in rows],
             turns=[(row.response,) for row in rows],
         )
-
-    def _response(self, row: DumpRow) -> tuple[int, ...]:
-        ids = self._ids(row.response)
-        if not ids:
-            self.counts["empty responses"] += 1
-        return ids or (self.tokenizer.eos_token_id,)
 
     def _ids(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer.tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -359,9 +335,7 @@ class _Making:
                 self.counts["responses without an advantage, which is then 0"] += missing
             values = torch.tensor([value or 0.0 for value in given])
             return batch.with_columns(advantages=values[:, None] * batch.mask)
-        stage = self.resolved.config.stages[STAGE]
-        assert isinstance(stage, RlStage)
-        estimator = self.there.build(AdvantageEstimator, stage.advantage)
+        estimator = self.there.build(AdvantageEstimator, self.stage.advantage)
         missing_columns = sorted(estimator.required_columns() - batch.columns())
         if missing_columns:
             raise ConfigError(
@@ -369,17 +343,7 @@ class _Making:
                 "a dump does not have: choose one whose advantages come from rewards alone, such "
                 "as grpo, rloo, dr_grpo"
             )
-        return batch.with_columns(advantages=_advantages(estimator, batch))
-
-
-def _advantages(estimator: AdvantageEstimator[Any], batch: RolloutBatch) -> Tensor:
-    return estimator.estimate(batch).advantages
-
-
-def _by_prompt(rows: Sequence[DumpRow]) -> list[DumpRow]:
-    """Rows of one prompt next to each other, which a balanced batch need not have."""
-    order = {prompt: i for i, prompt in enumerate(dict.fromkeys(row.prompt for row in rows))}
-    return sorted(rows, key=lambda row: order[row.prompt])
+        return batch.with_columns(advantages=estimator.estimate(batch).advantages)
 
 
 def _problem(row: DumpRow) -> Problem:

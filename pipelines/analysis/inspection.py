@@ -12,12 +12,7 @@ from posttrain.core.analysis.report import Cell, Report, shortened, table
 from posttrain.core.analysis.what_if import WhatIf
 from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.math.masking import masked
-from posttrain.pipelines.analysis.past_run import (
-    PastRun,
-    check_step,
-    read_unchanged,
-    with_logprobs,
-)
+from posttrain.pipelines.analysis.past_run import PastRun, read_unchanged, require_logprobs
 from posttrain.pipelines.stages.microscope import microscope_of
 
 SAMPLES, TOKENS, TEXT = 16, 10, 36
@@ -45,10 +40,9 @@ def inspect_step(run: PastRun, stage: str | None, step: int, asked: Sequence[Wha
     Raises `ConfigError` for a step without evidence or a what-if that cannot be built.
     """
     found = run.evidence(stage, given_too=True)
-    check_step(found, step)
     evidence = read_unchanged(found, step)
     if isinstance(run.resolved.config.stages[found.stage], RlStage):
-        with_logprobs(evidence)
+        require_logprobs(evidence)
     title = f"run {run.record.run_id[:8]} · stage {found.stage} · step {step}"
     there = run.stage_inputs(found.stage, run.resolved, {})
     seen = microscope_of(there, evidence, title, asked)

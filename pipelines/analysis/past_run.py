@@ -13,8 +13,7 @@ from posttrain.core.analysis.evidence import (
     FOLDER,
     StepEvidence,
     read_step,
-    rows_path,
-    tensors_path,
+    step_files,
 )
 from posttrain.core.analysis.report import listed
 from posttrain.core.config.dag import topological_order
@@ -170,18 +169,25 @@ class PastRun:
         self, name: str, resolved: ResolvedRun, inputs: Mapping[str, Artifact]
     ) -> StageInputs:
         """What plugins and models of stage `name` are built from, by the config `resolved`."""
-        config = resolved.config
-        task: Task[Any] = self.manager.task(config.task)
-        return StageInputs(
-            run=config,
-            name=name,
-            stage=config.stages[name],
-            inputs=inputs,
-            manager=self.manager,
-            task=task,
-            runtime=ModelRuntime.from_config(config.model),
-            check=lambda: None,
-        )
+        return inputs_of(name, resolved, self.manager, inputs)
+
+
+def inputs_of(
+    name: str, resolved: ResolvedRun, manager: PluginManager, inputs: Mapping[str, Artifact]
+) -> StageInputs:
+    """What plugins and models of a stage are built from, outside a run."""
+    config = resolved.config
+    task: Task[Any] = manager.task(config.task)
+    return StageInputs(
+        run=config,
+        name=name,
+        stage=config.stages[name],
+        inputs=inputs,
+        manager=manager,
+        task=task,
+        runtime=ModelRuntime.from_config(config.model),
+        check=lambda: None,
+    )
 
 
 def open_run(run: str, home: Path, store: Path) -> PastRun:
@@ -205,8 +211,6 @@ def open_record(run: str, home: Path, store: Path) -> PastRun:
 
 def read_steps(found: EvidenceFolder, step: int | None) -> Iterator[StepEvidence]:
     """The step asked for, or all that were kept, one after another."""
-    if step is not None:
-        check_step(found, step)
     for number in found.steps if step is None else (step,):
         yield read_unchanged(found, number)
 
@@ -214,11 +218,13 @@ def read_steps(found: EvidenceFolder, step: int | None) -> Iterator[StepEvidence
 def read_unchanged(found: EvidenceFolder, step: int) -> StepEvidence:
     """The evidence of a step, if its files are those that the stage wrote; else `RunError`.
 
-    Of a stage that is not done no digests are known, so its files are taken as they are.
+    Of a stage that is not done no digests are known, so its files are taken as they are. Raises
+    `ConfigError` as `check_step`.
     """
+    check_step(found, step)
     manifest = read_manifest(found.folder.parent)
     known = {} if manifest is None else manifest["files"]
-    for path in (tensors_path(found.folder, step), rows_path(found.folder, step)):
+    for path in step_files(found.folder, step):
         wanted = known.get(f"{FOLDER}/{path.name}")
         if wanted is not None and (not path.is_file() or file_digest(path) != wanted):
             raise RunError(
@@ -228,15 +234,14 @@ def read_unchanged(found: EvidenceFolder, step: int) -> StepEvidence:
     return read_step(found.folder, step)
 
 
-def with_logprobs(evidence: StepEvidence) -> StepEvidence:
-    """The same; raises `ConfigError` for that of an import without log-probs."""
+def require_logprobs(evidence: StepEvidence) -> None:
+    """Raise `ConfigError` for the evidence of an import without log-probs."""
     batch = evidence.batch
     if batch.old_logprobs is None and not bool(batch.rollout_logprobs.isfinite().any()):
         raise ConfigError(
             f"the log-probs of step {evidence.step} are not known, since the dump was imported "
             "with --no-logprobs: import it again without that option"
         )
-    return evidence
 
 
 def check_step(found: EvidenceFolder, step: int) -> None:

@@ -115,12 +115,16 @@ class Replay:
         result = ReplayResult(self.run.record.run_id, name, step, begun, self.notes)
         self.reporter.say(_beginning(result, start))
         comparison = Comparison(
-            source.folder, source.recorded, step, source.weights_after, self._tell, result.steps
+            source.folder,
+            source.recorded,
+            step,
+            source.weights_after,
+            lambda compared: self.reporter.say(step_line(compared)),
+            result.steps,
         )
         try:
             with tempfile.TemporaryDirectory(prefix="posttrain-replay-") as folder:
-                _bring_answers(source, Path(folder))
-                _bring_episodes(source, Path(folder))
+                _bring_samples(source, Path(folder))
                 made = self._context(name, inputs, Path(folder), start, comparison, engines)
                 joined = joined_cluster(made.run, Path(folder))
                 with joined, closing(engines), suppress(Reached):
@@ -142,9 +146,6 @@ class Replay:
                 f"{whose}, which this run was forked from; replay them there: posttrain replay "
                 f"{whose} --step {step} --stage {name}"
             )
-
-    def _tell(self, compared: ComparedStep) -> None:
-        self.reporter.say(step_line(compared))
 
     def _note_changes(self, source: StepSource, step: int, engines: EnginePool) -> None:
         """What else than the step itself could make a difference."""
@@ -208,15 +209,11 @@ def _beginning(result: ReplayResult, start: Path | None) -> str:
     return f"{place}: starts from what the stage read{hint}"
 
 
-def _bring_answers(source: StepSource, folder: Path) -> None:
-    """The run's own sampled answers, if they were kept: sampling them again gives the same."""
+def _bring_samples(source: StepSource, folder: Path) -> None:
+    """The run's own sampled answers and episodes that cannot be drawn a second time, if kept."""
     for place in (source.checkpoints, source.checkpoints / KEPT):
         if (place / OWN_ANSWERS).is_file():
             shutil.copy(place / OWN_ANSWERS, folder / OWN_ANSWERS)
-
-
-def _bring_episodes(source: StepSource, folder: Path) -> None:
-    """Samples that cannot be drawn a second time, where the run kept them."""
     kept = source.folder.parent / episode_log.FOLDER
     if kept.is_dir():
         shutil.copytree(kept, folder / episode_log.FOLDER)

@@ -8,7 +8,7 @@ and no evaluations.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,6 @@ from posttrain.core.analysis.statistics import (
     read_outcomes,
     sampled_tokens,
 )
-from posttrain.core.config.base import StageBase
 from posttrain.core.config.fork_section import StepStage
 from posttrain.core.config.schema import RunConfig
 from posttrain.core.errors import ResourceError
@@ -33,8 +32,15 @@ from posttrain.core.tracking.journal import journal_path, read_journal
 from posttrain.core.training.step_record import FOLDER, read_record
 from posttrain.pipelines.analysis.past_run import PastRun
 
-SAME_EXPERIMENT = frozenset(
-    ("seed", "name", "run_name", "description", "keep", "limits", "forked_from", "variants")
+SAME_EXPERIMENT = (
+    "seed",
+    "name",
+    "run_name",
+    "description",
+    "keep",
+    "limits",
+    "forked_from",
+    "variants",
 )
 """Top-level keys in which runs of one experiment may differ: the draw, names, what is kept."""
 
@@ -110,8 +116,8 @@ def read_results(run: PastRun, stage: str | None) -> RunResults:
         config=flatten(config.model_dump(mode="json")),
         rows=rows,
         source=source,
-        seconds=_total(rows, "time/step_s"),
-        tokens=_sampled(rows),
+        seconds=_total(row.get("time/step_s") for row in rows.values()),
+        tokens=_total(map(sampled_tokens, rows.values())),
         stage_seconds=None if manifest is None else float(manifest["seconds"]),
         evaluation=evaluation,
         outcomes=outcomes,
@@ -164,14 +170,9 @@ def step_rows(run: PastRun, stage: str) -> tuple[dict[int, Mapping[str, float]],
     )
 
 
-def _total(rows: Mapping[int, Mapping[str, float]], metric: str) -> float | None:
-    values = [row[metric] for row in rows.values() if metric in row]
-    return sum(values) if values else None
-
-
-def _sampled(rows: Mapping[int, Mapping[str, float]]) -> float | None:
-    counts = [count for row in rows.values() if (count := sampled_tokens(row)) is not None]
-    return sum(counts) if counts else None
+def _total(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
 
 
 def _evaluation(
@@ -179,20 +180,17 @@ def _evaluation(
 ) -> tuple[dict[str, float], tuple[Outcome, ...], tuple[str, ...]]:
     """Of the last stage that evaluated what `trained` made."""
     stages = run.resolved.config.stages
-    evaluating = [n for n in run.resolved.order if _evaluates(stages[n], trained)]
+    reading = [n for n in run.resolved.order if stages[n].inputs.get("model") == trained]
+    evaluating = [name for name in reading if stages[name].kind == "evaluate"]
     if not evaluating:
         return {}, (), (f"run {run.short_id}: no stage evaluates the model of '{trained}'",)
     name = evaluating[-1]
     result, reason = run.store.lookup(name, run.record.stages.get(name, ""))
     if result is None:
         return {}, (), (f"run {run.short_id}: the result of stage '{name}' is unusable ({reason})",)
-    outcomes = read_outcomes(result.artifact("evaluation").path)
-    metrics = json.loads((result.artifact("evaluation").path / "metrics.json").read_text())
-    return metrics, tuple(outcomes), ()
-
-
-def _evaluates(stage: StageBase, trained: str) -> bool:
-    return stage.kind == "evaluate" and stage.inputs.get("model") == trained
+    folder = result.artifact("evaluation").path
+    metrics = json.loads((folder / "metrics.json").read_text())
+    return metrics, tuple(read_outcomes(folder)), ()
 
 
 def flatten(values: Mapping[str, Any]) -> dict[str, str]:

@@ -20,7 +20,7 @@ from posttrain.core.analysis.rescoring import TOLERANCE
 from posttrain.core.config.rl_stage import RL_KINDS, RlStage
 from posttrain.core.errors import PosttrainError, RunError
 from posttrain.core.rewards.checking import is_failure
-from posttrain.core.rewards.scoring import Scorer, score_samples
+from posttrain.core.rewards.scoring import Scorer, asked_of, score_samples, shaped_sum
 from posttrain.core.runtime.reporter import Reporter
 from posttrain.core.store.attestation import Check
 from posttrain.core.training.digests import block_digests, tensor_digest
@@ -52,6 +52,8 @@ _WHOLE = {"prompt_ids", "response_ids", "response_mask", "policy_version", "mask
 _WHOLE |= {"lengths", "labels", "rewards"}
 FINAL = "weights after the last step"
 _LOGPROBS, _SHARE = 0.01, 0.01
+Kept = tuple[str, Mapping[str, Tensor]]
+"""The name of a file, and the tensors in it that were recorded."""
 _OF_MACHINE = ("torch", "transformers", "processor", "device", "precision", "CPU threads")
 
 
@@ -65,7 +67,8 @@ def check_record(stage: StageFiles, source: StepSource) -> Check:
     with_evidence = set(steps_in(evidence))
     for step, record in source.recorded.items():
         try:
-            kept = list(_kept(source.folder, step))
+            path = values_path(source.folder, step)
+            kept: list[Kept] = [(path.name, load_file(path))] if path.is_file() else []
             if step in with_evidence:
                 kept.append(_of_evidence(evidence, step, stage.made.kind, record))
         except (PosttrainError, SafetensorError, OSError) as error:
@@ -80,16 +83,8 @@ def check_record(stage: StageFiles, source: StepSource) -> Check:
     return stage.check(what, how, problems, "" if looked else "no tensors were kept (keep.values)")
 
 
-def _kept(folder: Path, step: int) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
-    path = values_path(folder, step)
-    if path.is_file():
-        yield path.name, load_file(path)
-
-
-def _of_evidence(
-    folder: Path, step: int, kind: str, record: StepRecord
-) -> tuple[str, Mapping[str, Tensor]]:
-    """The step's file of evidence, with the tensors in it that were recorded."""
+def _of_evidence(folder: Path, step: int, kind: str, record: StepRecord) -> Kept:
+    """The step's file of evidence."""
     batch = read_step(folder, step).batch
     if kind in RL_KINDS:
         tensors = rollout_tensors(batch)
@@ -275,15 +270,14 @@ class _Rescored:
 
     def add(self, evidence: StepEvidence) -> None:
         batch, scorer = evidence.batch, self.scorer
-        rewards = [w for w in scorer.rewards if w.reward.deterministic]
-        names = [w.name for w in scorer.rewards if w.reward.deterministic]
-        places = [i for i, w in enumerate(scorer.rewards) if w.reward.deterministic]
+        asked = {i: w for i, w in enumerate(scorer.rewards) if w.reward.deterministic}
+        rewards = list(asked.values())
         columns = score_samples(rewards, batch.samples, scorer.pool) if rewards else []
-        for name, place, column in zip(names, places, columns, strict=True):
+        for (place, reward), column in zip(asked.items(), columns, strict=True):
             for row, now in enumerate(column):
-                then = batch.scores[row][place]
+                then, name = batch.scores[row][place], reward.name
                 self._compare(name, evidence.step, row, then.value, now.value, (then, now))
-                if then.value is not None and scorer.rewards[place].only_if is None:
+                if then.value is not None and reward.only_if is None:
                     kept = float(batch.column("reward_components")[row, place])
                     self._compare(f"{name} in the batch", evidence.step, row, then.value, kept)
         for row, sample in enumerate(batch.samples):
@@ -294,8 +288,6 @@ class _Rescored:
 
     def _total(self, evidence: StepEvidence) -> None:
         """The summed reward of each response that was scored, from its components."""
-        from posttrain.core.rewards.scoring import asked_of, shaped_sum
-
         batch, scorer = evidence.batch, self.scorer
         if batch.first_branches() is not None:
             return

@@ -14,8 +14,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from posttrain.core.analysis.alarm_samples import StepSamples, look_at, with_samples
-from posttrain.core.analysis.alarms import Raised, Seen, judge, raised_in
+from posttrain.core.analysis.alarm_samples import StepSamples
+from posttrain.core.analysis.alarms import Raised, Seen, judge, look_at, raised_in, with_samples
 from posttrain.core.analysis.evidence import StepEvidence
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.config.rl_stage import RlStage

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, get_args
 
@@ -14,7 +14,7 @@ from posttrain.core.analysis.answer_weights import (
     reward_weights,
 )
 from posttrain.core.analysis.evidence import StepEvidence
-from posttrain.core.analysis.token_weights import TokenWeights
+from posttrain.core.analysis.microscope import Weigh
 from posttrain.core.analysis.what_if import OWN, WhatIf, parse
 from posttrain.core.config.preference_stages import (
     PreferenceStage,
@@ -29,8 +29,6 @@ from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.training.preference_objective import PreferenceObjective
 from posttrain.pipelines.ranks.methods import preference_objective
 from posttrain.pipelines.stage.inputs import StageInputs
-
-Weigh = Callable[[StepEvidence], TokenWeights]
 
 
 class LossesOnAnswers(Protocol):
@@ -68,11 +66,12 @@ class _Likelihoods:
 
     def under(self, what: WhatIf) -> Weigh:
         known: tuple[TokenWeight, ...] = get_args(TokenWeight)
-        found = next((name for name in known if name == what.loss), None)
-        if found is None or what.loss_fields or what.aggregator is not None:
+        found = next((name for name in known if name == what.loss.name), None)
+        if found is None or what.loss.fields or what.aggregator is not None:
             raise ConfigError(
                 f"what-if '{what.text}': this stage's loss is the log-likelihood, of which the "
-                f"weighting can be changed{nearest(what.loss, known)}; write one of {list(known)}"
+                f"weighting can be changed{nearest(what.loss.name, known)}; write one of "
+                f"{list(known)}"
             )
         return lambda evidence: likelihood_weights(evidence, found).tokens
 
@@ -139,16 +138,16 @@ def _loss_under(
         raise ConfigError(
             f"what-if '{what.text}': a loss on preferences has no aggregator; leave @... out"
         )
-    if what.loss == OWN:
+    if what.loss.name == OWN:
         if len(own) > 1:
             names = [loss.name for loss in own]
             raise ConfigError(
                 f"what-if '{what.text}': the stage's loss has {len(own)} terms, {names}, so it is "
                 "not clear whose fields these are; name one loss"
             )
-        fields = own[0].config.model_dump(mode="json") | dict(what.loss_fields)
+        fields = own[0].config.model_dump(mode="json") | what.loss.fields
         return manager.build(PreferenceLoss, own[0].name, fields)
-    loss = manager.build(PreferenceLoss, what.loss, what.loss_fields)
+    loss = manager.build(PreferenceLoss, what.loss.name, what.loss.fields)
     if trains not in loss.trains or loss.data != data:
         fitting = [what.text for what in _others(set(), manager, trains, data)]
         raise ConfigError(

@@ -12,7 +12,7 @@ from posttrain.core.analysis.microscope import (
     LARGE,
     OWN_NAME,
     Microscope,
-    Variant,
+    Weigh,
     look,
     notes_of,
 )
@@ -23,7 +23,7 @@ from posttrain.core.errors import ConfigError, PosttrainError
 from posttrain.pipelines.rl.build import build_objective, update_settings
 from posttrain.pipelines.stage.context import StageContext
 from posttrain.pipelines.stage.inputs import StageInputs
-from posttrain.pipelines.stages.answer_losses import Weigh, losses_on_answers
+from posttrain.pipelines.stages.answer_losses import losses_on_answers
 
 FOLDER = "microscope"
 """Of the pages among the files of a stage's MLflow run."""
@@ -52,8 +52,8 @@ def microscope_of(
         return _of_rollout(there, there.stage, evidence, title, asked, with_usual)
     losses = losses_on_answers(there)
     own = losses.own(evidence)
-    chosen = [Variant(what.text, _named(what, losses.under(what))) for what in asked]
-    fits = [Variant(what.text, losses.under(what)) for what in losses.usual() if with_usual]
+    chosen = {what.text: _named(what, losses.under(what)) for what in asked}
+    fits = {what.text: losses.under(what) for what in losses.usual() if with_usual}
     return look(evidence, own.tokens, chosen, fits, title=title, answers=own)
 
 
@@ -84,16 +84,16 @@ def _of_rollout(
         )
     settings = update_settings(there, stage, evidence.step)
 
-    def variant(what: WhatIf) -> Variant:
+    def weigh(what: WhatIf) -> Weigh:
         longest = stage.generation.max_response_length
         objective = objective_under(what, own, there.manager, longest)
-        return Variant(what.text, partial(token_weights, objective=objective, settings=settings))
+        return partial(token_weights, objective=objective, settings=settings)
 
-    chosen = [variant(what) for what in asked]
-    fits, refused = [], []
+    chosen = {what.text: weigh(what) for what in asked}
+    fits, refused = dict[str, Weigh](), list[str]()
     for what in usual(own, there.manager) if with_usual else ():
         try:
-            fits.append(variant(what))
+            fits[what.text] = weigh(what)
         except ConfigError as error:
             refused.append(f"{what.text} is left out: {error}")
     notes = [*refused, *notes_of(evidence, own, settings)]

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from posttrain.core.analysis.evidence import StepEvidence
-from posttrain.core.analysis.microscope import unpack
 from posttrain.core.kit.batches import build_batch
 from posttrain.core.training.updates import UpdateSettings
 from posttrain.core.types import Problem
@@ -73,6 +74,13 @@ def meta_of(page: str) -> dict[str, Any]:
     assert found is not None
     meta: dict[str, Any] = json.loads(found[1])
     return meta
+
+
+def unpack(text: str, kind: DTypeLike) -> NDArray[Any]:
+    """What `pack` was given, of that kind."""
+    data = np.frombuffer(zlib.decompress(base64.b64decode(text)), dtype=np.uint8)
+    size = np.dtype(kind).itemsize
+    return np.frombuffer(data.reshape(size, -1).T.tobytes(), dtype=kind)
 
 
 def column_of(page: str, name: str) -> NDArray[Any]:

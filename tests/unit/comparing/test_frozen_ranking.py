@@ -9,9 +9,13 @@ import pytest
 import torch
 
 from posttrain.core.analysis.frozen import FrozenStep, evaluate, freeze
-from posttrain.core.analysis.gradient_quality import measure, policy_gradient_weights
-from posttrain.core.analysis.gradient_sketch import gradient_sketch
-from posttrain.core.analysis.pooling import drawn, pooled
+from posttrain.core.analysis.gradient_quality import (
+    drawn,
+    gradient_sketch,
+    measure,
+    policy_gradient_weights,
+    pooled,
+)
 from posttrain.core.errors import ConfigError
 from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.plugin_manager import PluginManager

@@ -14,7 +14,12 @@ from posttrain.core.analysis.statistics import (
     mean_curve,
     seeds_difference,
 )
-from posttrain.pipelines.analysis.run_results import differences, experiment, flatten
+from posttrain.pipelines.analysis.run_results import (
+    SAME_EXPERIMENT,
+    differences,
+    experiment,
+    flatten,
+)
 
 
 def test_a_curve_is_the_mean_over_the_runs_that_have_the_step() -> None:
@@ -46,6 +51,8 @@ def test_runs_that_differ_in_seed_name_and_keeping_are_one_experiment() -> None:
     other = {**base, "stages": {"rl": {"lr": 2}}}
     assert experiment(flatten(base)) == experiment(flatten(again))
     assert experiment(flatten(base)) != experiment(flatten(other))
+    text = "seed, name, run_name, description, keep, limits, forked_from, variants"
+    assert ", ".join(SAME_EXPERIMENT) == text, "a report names them in this order, each time"
 
 
 def run(name: str, seed: int, right: list[int], key: str = "p") -> MeasuredRun:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from posttrain.core.analysis.evidence import StepEvidence
-from posttrain.core.analysis.microscope import LARGE, Variant, look, notes_of, pack, unpack
+from posttrain.core.analysis.microscope import LARGE, Weigh, look, notes_of, pack
 from posttrain.core.analysis.token_weights import token_weights
 from posttrain.core.analysis.what_if import objective_under, usual
 from posttrain.core.types import Problem
@@ -25,6 +25,7 @@ from tests.helpers.microscope import (
     meta_of,
     shown,
     synthetic_evidence,
+    unpack,
     weights_of,
 )
 
@@ -36,11 +37,10 @@ OWN = objective_of(build_loss("ppo_clip"), "seq-mean-token-mean")
 
 def page_of(evidence: StepEvidence) -> str:
     width = evidence.batch.mask.shape[1]
-    others = []
+    others: dict[str, Weigh] = {}
     for what in usual(OWN, MANAGER):
         objective = objective_under(what, OWN, MANAGER, width)
-        weigh = partial(token_weights, objective=objective, settings=WHOLE)
-        others.append(Variant(what.text, weigh))
+        others[what.text] = partial(token_weights, objective=objective, settings=WHOLE)
     own, notes = token_weights(evidence, OWN, WHOLE), notes_of(evidence, OWN, WHOLE)
     return look(evidence, own, usual=others, title="step 1 & <others>", notes=notes).page()
 
