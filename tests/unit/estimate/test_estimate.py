@@ -94,7 +94,12 @@ def test_a_token_uses_some_of_a_model_s_experts() -> None:
         num_experts_per_tok=2,
     )
     experts = 2 * 8 * 3 * 64 * 128
-    assert shape_of(config).idle == experts * 6 // 8
+    shape = shape_of(config)
+    assert shape.idle == experts * 6 // 8
+    real = AutoModelForCausalLM.from_config(config)
+    add_adapter(real, LoraSection(rank=4), seed=0)
+    factors = sum(p.numel() for p in real.parameters() if p.requires_grad)
+    assert shape.trained(LoraSection(rank=4)) == factors
 
 
 @pytest.mark.parametrize("parameters", [135e6, 1.5e9, 7e9, 70e9])
