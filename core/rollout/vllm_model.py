@@ -20,7 +20,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from posttrain.core.errors import ResourceError
+from posttrain.core.errors import PosttrainError, ResourceError
 from posttrain.core.rollout.weight_sync import digest_of, stored_weights
 
 ENVIRONMENT = {
@@ -51,6 +51,21 @@ def undisturbed_process() -> Iterator[None]:
                 os.environ[key] = before[key]
             else:
                 del os.environ[key]
+
+
+@contextlib.contextmanager
+def explained(work: str) -> Iterator[None]:
+    """What vLLM or its kernels raise over this model or machine, as a `ResourceError`."""
+    try:
+        yield
+    except PosttrainError:
+        raise
+    except Exception as error:  # they have no class of errors in common
+        said = " ".join(str(error).split())[:400]
+        raise ResourceError(
+            f"vLLM cannot {work} here: {type(error).__name__}: {said}: change what it names, or "
+            "set engine: transformers"
+        ) from error
 
 
 @contextlib.contextmanager

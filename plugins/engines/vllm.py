@@ -29,6 +29,7 @@ from posttrain.core.rollout.sampling import (
 from posttrain.core.rollout.vllm_model import (
     adaptable,
     checkpoint_shapes,
+    explained,
     lora_modules,
     repack_tied_weights,
     undisturbed_process,
@@ -101,7 +102,7 @@ class VllmEngine(RolloutEngine[VllmEngineConfig]):
         if logger.level == logging.NOTSET:  # its warnings are about servers and chat templates
             logger.setLevel(logging.ERROR)
         self._shapes, self._tied = checkpoint_shapes(setup.model_dir)
-        with undisturbed_process(), undisturbed_random():
+        with undisturbed_process(), undisturbed_random(), explained("load this model"):
             self._llm = self._load(setup)
         self._setup, self._version, self.policy_version = setup, vllm_version(), 0
 
@@ -155,10 +156,7 @@ class VllmEngine(RolloutEngine[VllmEngineConfig]):
             for _, limit, seed in asked
         ]
         inputs = [{"prompt_token_ids": list(prompt)} for prompt, _, _ in asked]
-        with undisturbed_random():
-            outputs = self._llm.generate(
-                inputs, requests, use_tqdm=False, lora_request=self._adapter
-            )
+        outputs = self._answers(inputs, requests)
         found = iter(
             self._completion(output.outputs[0], seed, params)
             for output, (_, _, seed) in zip(outputs, asked, strict=True)
@@ -172,10 +170,7 @@ class VllmEngine(RolloutEngine[VllmEngineConfig]):
 
         request = Request(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
         inputs = [{"prompt_token_ids": list(ids)} for ids in sequences]
-        with undisturbed_random():
-            outputs = self._llm.generate(
-                inputs, request, use_tqdm=False, lora_request=self._adapter
-            )
+        outputs = self._answers(inputs, request)
         return [
             [
                 float(entry[token].logprob)
@@ -183,6 +178,13 @@ class VllmEngine(RolloutEngine[VllmEngineConfig]):
             ]
             for ids, output in zip(sequences, outputs, strict=True)
         ]
+
+    def _answers(self, inputs: Sequence[object], requests: object) -> list[Any]:  # Any: vllm's
+        with undisturbed_random(), explained("sample from this model"):
+            outputs: list[Any] = self._llm.generate(
+                inputs, requests, use_tqdm=False, lora_request=self._adapter
+            )
+        return outputs
 
     def _completion(
         self,

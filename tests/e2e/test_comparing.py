@@ -131,7 +131,8 @@ def test_the_parameter_gradient_is_the_one_the_run_took(home: Path, step: int, w
     gradients = found["gradients"]
     assert where in gradients["source"]
     assert gradients["exact"]
-    assert gradients["logprob_gap"] < 1e-6
+    # Eight roundings of a float32 between 4 and 8: products of other shapes add in another order.
+    assert gradients["logprob_gap"] < 8 * 2.0**-21
     recorded = journal(home, run)[step]["grad/norm"]
     assert gradients["norms"]["as run"] == pytest.approx(recorded, rel=1e-4)
     first = gradients["pairs"][0]
