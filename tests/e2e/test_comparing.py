@@ -46,7 +46,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, changes in (
         ("a", []),
         ("b", ["seed=1"]),
-        ("c", [*other, "keep.every=1"]),
+        # What sampling computed is rounded otherwise, by more than a test of the update allows.
+        ("c", [*other, "keep.every=1", "stages.rl.reuse_outputs=false"]),
     ):
         options = [word for change in changes for word in ("--set", change)]
         done = run_command("run", str(folder / "run.yaml"), "--home", str(made), "--json", *options)
@@ -131,8 +132,7 @@ def test_the_parameter_gradient_is_the_one_the_run_took(home: Path, step: int, w
     gradients = found["gradients"]
     assert where in gradients["source"]
     assert gradients["exact"]
-    # Eight roundings of a float32 between 4 and 8: products of other shapes add in another order.
-    assert gradients["logprob_gap"] < 8 * 2.0**-21
+    assert gradients["logprob_gap"] < 1e-6
     recorded = journal(home, run)[step]["grad/norm"]
     assert gradients["norms"]["as run"] == pytest.approx(recorded, rel=1e-4)
     first = gradients["pairs"][0]
@@ -183,7 +183,8 @@ def test_runs_are_grouped_by_experiment_and_laid_side_by_side(home: Path) -> Non
     assert keys["seed"] == {runs[0]: "0", runs[1]: "1", runs[2]: "0"}
     assert keys["stages.rl.num_mini_batches"][runs[2]] == "1"
     assert set(keys) == {
-        "seed", "keep.every", "stages.rl.num_mini_batches", "stages.rl.optimizer.learning_rate"
+        "seed", "keep.every", "stages.rl.num_mini_batches", "stages.rl.optimizer.learning_rate",
+        "stages.rl.reuse_outputs",
     }  # fmt: skip
     curve = found["groups"][0]["curves"]["resp_len/mean"]
     for point in curve:
