@@ -283,9 +283,12 @@ METRICS: dict[str, Metric] = {
     "eval/sampled_high": Metric("fraction", "upper 95 % bound of the sampled accuracy"),
     "eval/sampled_problems": Metric("count", "held-out problems with sampled answers, in training"),
     "eval/num_problems": Metric("count", "held-out problems evaluated"),
-    "eval/gain": Metric("fraction", "accuracy minus the baseline's, same problems"),
+    "eval/gain": Metric("fraction", "greedy accuracy minus the baseline's"),
     "eval/gain_low": Metric("fraction", "lower 95 % bound of the gain"),
     "eval/gain_high": Metric("fraction", "upper 95 % bound of the gain"),
+    "eval/sampled_gain": Metric("fraction", "sampled accuracy minus the baseline's, same problems"),
+    "eval/sampled_gain_low": Metric("fraction", "lower 95 % bound of it"),
+    "eval/sampled_gain_high": Metric("fraction", "upper 95 % bound of it"),
     # reward model
     "rm/pair_accuracy": Metric("fraction", "training pairs ranked right"),
     "rm/held_out_pair_accuracy": Metric("fraction", "held-out pairs ranked right"),

@@ -94,12 +94,14 @@ def verdict(results: Mapping[str, StageResult], baselines: Mapping[str, str]) ->
     if not compared:
         return "Whether the model is better was not measured: no evaluation has a baseline."
     metrics, name = compared[-1].metrics, compared[-1].name
-    measured_gain = f"held-out accuracy, {name}: {gain(metrics, baselines.get(name, ''))}"
+    found = f"held-out accuracy, {name}: {gain(metrics, baselines.get(name, ''))}"
+    sampled = gain(metrics, name="sampled_gain")
+    sampled = "" if sampled == "-" else f" Sampled answers: {sampled}."
     if metrics["eval/gain_low"] > 0:
-        return f"Better: {measured_gain}."
+        return f"Better: {found}.{sampled}"
     if metrics["eval/gain_high"] < 0:
-        return f"Worse: {measured_gain}."
-    return f"No difference is shown: {measured_gain}; the interval holds 0."
+        return f"Worse: {found}.{sampled}"
+    return f"No difference is shown: {found}; the interval holds 0.{sampled}"
 
 
 def _what(pipeline: Pipeline) -> Iterator[list[Cell]]:

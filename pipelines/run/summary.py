@@ -117,12 +117,15 @@ def with_error(metrics: Mapping[str, float], name: str, error: str) -> str:
     return f"{value * 100:.1f} %" + ("" if spread is None else f" +- {spread * 100:.1f}")
 
 
-def gain(metrics: Mapping[str, float], baseline: str = "") -> str:
-    """`+12.0 points [+5.1, +18.9] over evaluate_sft`, or a dash where there is no baseline."""
-    value = metrics.get("eval/gain")
+def gain(metrics: Mapping[str, float], baseline: str = "", name: str = "gain") -> str:
+    """`+12.0 points [+5.1, +18.9] over evaluate_sft`, or a dash where there is no baseline.
+
+    `name` is `gain`, of greedy accuracy, or `sampled_gain`.
+    """
+    value = metrics.get(f"eval/{name}")
     if value is None:
         return "-"
-    low, high = metrics.get("eval/gain_low"), metrics.get("eval/gain_high")
+    low, high = metrics.get(f"eval/{name}_low"), metrics.get(f"eval/{name}_high")
     interval = "" if low is None or high is None else f" [{low * 100:+.1f}, {high * 100:+.1f}]"
     over = f" over {baseline}" if baseline else ""
     return f"{value * 100:+.1f} points{interval}{over}"
@@ -147,6 +150,7 @@ def evaluations(stages: Iterable[StageResult], baselines: Mapping[str, str]) -> 
                     for k in sizes
                 },
                 "gain over baseline": gain(metrics, baselines.get(name, "")),
+                "sampled gain": gain(metrics, "", "sampled_gain"),
             }
             for name, metrics in measured.items()
         ]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from posttrain.core.analysis.statistics import MeasuredRun, group_tests, read_outcomes
 from posttrain.core.config.evaluation_stages import EvaluateStage
 from posttrain.core.contracts import StageOutput
 from posttrain.core.evaluation.accuracy import Evaluation, evaluate_policy
-from posttrain.core.math.intervals import newcombe_difference
 from posttrain.pipelines.stage.context import (
     StageContext,
     evaluation_table,
@@ -20,14 +20,14 @@ from posttrain.pipelines.stage.own_answers import ranking_model
 
 
 def run_evaluate(context: StageContext) -> StageOutput:
-    """Evaluate the input model; with a `baseline` input, also the gain over it."""
+    """Evaluate the input model; with a `baseline` input, also the gains over it."""
     stage = context.stage
     assert isinstance(stage, EvaluateStage)
     evaluation = measure(context, stage, context.model_dir)
     metrics = dict(evaluation.metrics)
-    if "baseline" in context.inputs:
-        metrics |= gain_over(context.inputs["baseline"].path, metrics)
     folder = write_evaluation(context.out / "evaluation", evaluation)
+    if "baseline" in context.inputs:
+        metrics |= gains(context.inputs["baseline"].path, folder)
     (folder / "metrics.json").write_text(json.dumps(metrics, indent=2))
     context.tracker.log_table("held_out", 0, evaluation_table(evaluation))
     context.tracker.log_summary(metrics, context.inputs["model"].mlflow_model_id)
@@ -60,13 +60,20 @@ def measure(context: StageContext, stage: EvaluateStage, model_dir: Path) -> Eva
             )
 
 
-def gain_over(baseline: Path, metrics: dict[str, float]) -> dict[str, float]:
-    """Greedy accuracy minus the baseline's, with a 95 % interval of the difference."""
-    before: dict[str, float] = json.loads((baseline / "metrics.json").read_text())
+GAINS = {"greedy": "eval/gain", "sampled": "eval/sampled_gain"}
 
-    def counts(measured: dict[str, float]) -> tuple[int, int]:
-        total = int(measured["eval/num_problems"])
-        return round(measured["eval/greedy_accuracy"] * total), total
 
-    gain, low, high = newcombe_difference(counts(before), counts(metrics))
-    return {"eval/gain": gain, "eval/gain_low": low, "eval/gain_high": high}
+def gains(baseline: Path, evaluation: Path) -> dict[str, float]:
+    """Accuracy minus the baseline's, greedy and sampled, with 95 % intervals.
+
+    Both are artifacts of kind `evaluation`. Where they are of the same problems each problem is
+    compared with itself; else only greedy accuracies are, as independent ones.
+    """
+    before, after = (
+        [MeasuredRun(str(folder), 0, read_outcomes(folder))] for folder in (baseline, evaluation)
+    )
+    metrics: dict[str, float] = {}
+    for test in group_tests(before, after, ("baseline", "evaluation")):
+        name = GAINS[test.measure]
+        metrics |= {name: test.difference, f"{name}_low": test.low, f"{name}_high": test.high}
+    return metrics

@@ -52,7 +52,7 @@ def test_the_quickstart_runs_on_vllm_with_weights_synced_after_each_update(tmp_p
     parent = client.get_run(done.result["mlflow_run_id"])
     assert parent.data.tags["posttrain.engine"] == "vllm"
     metrics = stages["rl"]["metrics"]
-    # bfloat16 kernels of two programs differ by a few hundredths; old weights would by far more.
-    assert metrics["mismatch/abs_mean"] < 0.1
-    assert metrics["mismatch/k3"] < 0.02
+    # float32 kernels of two programs differ by roundings; old weights would by far more.
+    assert metrics["mismatch/abs_mean"] < 1e-3
+    assert metrics["mismatch/k3"] < 1e-5
     assert metrics["staleness/max"] == 0.0

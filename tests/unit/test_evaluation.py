@@ -10,10 +10,17 @@ from posttrain.core.config.loading import load_config
 from posttrain.core.config.sections import EvaluationSection
 from posttrain.core.contracts import NoConfig, PromptGroup, Task
 from posttrain.core.data.tokens import ChatTokenizer
-from posttrain.core.evaluation.accuracy import Evaluation, evaluate_policy
+from posttrain.core.evaluation.accuracy import EvaluatedProblem, Evaluation, evaluate_policy
 from posttrain.core.kit.tiny import make_tiny_model
+from posttrain.core.math.intervals import (
+    newcombe_difference,
+    paired_means,
+    paired_proportions,
+)
 from posttrain.core.types import Problem, Split, Verdict
+from posttrain.pipelines.stage.context import write_evaluation
 from posttrain.pipelines.stage.engines import largest_request
+from posttrain.pipelines.stages.evaluate import gains
 from tests.helpers.engines import make_engine, make_setup
 
 PROBLEMS = [Problem(f"p{i}", f"say {i}", "", "") for i in range(6)]
@@ -75,3 +82,37 @@ def test_the_engine_makes_room_for_the_largest_request_of_any_stage(
 ) -> None:
     loaded = load_config([Path("quickstart")], overrides)
     assert largest_request(loaded.config) == rows
+
+
+def written(folder: Path, right: int, samples: int, first: int = 0) -> Path:
+    """An evaluation of 40 problems: `right` solved greedily, and `samples` of four of the rest."""
+    rows = tuple(
+        EvaluatedProblem(
+            Problem(f"p{first + i}", "", "", ""),
+            *("", None, float(i < right), False, 1),
+            sampled=tuple(Verdict(float(i < right or k < samples), None) for k in range(4)),
+        )
+        for i in range(40)
+    )
+    return write_evaluation(folder, Evaluation(rows, {}))
+
+
+def test_gains_over_a_baseline_compare_each_problem_with_itself(tmp_path: Path) -> None:
+    before, after = written(tmp_path / "before", 20, 0), written(tmp_path / "after", 26, 1)
+    found = gains(before, after)
+    # Six problems of 40 are gained, none lost; independent samples of this size would show nothing.
+    expected = dict(zip(("", "_low", "_high"), paired_proportions(6, 0, 40), strict=True))
+    assert found.items() >= {f"eval/gain{end}": v for end, v in expected.items()}.items()
+    assert found["eval/gain_low"] > 0 > newcombe_difference((20, 40), (26, 40))[1]
+    shares = [0.0] * 20 + [1.0] * 6 + [0.25] * 14
+    sampled = dict(zip(("", "_low", "_high"), paired_means(shares), strict=True))
+    assert found.items() >= {f"eval/sampled_gain{end}": v for end, v in sampled.items()}.items()
+
+
+def test_gains_over_a_baseline_of_other_problems_are_those_of_independent_ones(
+    tmp_path: Path,
+) -> None:
+    before, after = written(tmp_path / "before", 20, 0, first=7), written(tmp_path / "after", 26, 1)
+    independent = newcombe_difference((20, 40), (26, 40))
+    names = ("eval/gain", "eval/gain_low", "eval/gain_high")
+    assert gains(before, after) == dict(zip(names, independent, strict=True))
