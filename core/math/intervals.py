@@ -7,7 +7,7 @@ decides is how many problems one model alone solves, not how many each solves.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import scipy  # its submodules load at first use: 0.5 s that a start does not wait for
 
@@ -63,6 +63,42 @@ def share_interval(values: Sequence[float]) -> tuple[float, float, float]:
         return mean, *wilson(round(math.fsum(values)), len(values))
     _, low, high = mean_interval([*values, 0.0, 1.0])
     return mean, min(mean, low), max(mean, high)
+
+
+def tallied(keys: Iterable[str], right: Iterable[bool]) -> list[tuple[int, int]]:
+    """(right, all) of each key, in the order in which keys appear."""
+    found: dict[str, tuple[int, int]] = {}
+    for key, one in zip(keys, right, strict=True):
+        before = found.get(key, (0, 0))
+        found[key] = (before[0] + one, before[1] + 1)
+    return list(found.values())
+
+
+def clustered_share(clusters: Sequence[tuple[int, int]]) -> tuple[float, float, float]:
+    """Share of right trials with its 95 % interval: (share, low, high); a cluster is (right, all).
+
+    Pairs or steps of one problem are not independent. This is Wilson's interval of so many trials
+    as independent ones would be needed for the variance over clusters: their number over the
+    design effect (Kish 1965), at most all. Where all trials are right, or all wrong, there is no
+    variance to go by, and each cluster counts as one. Raises `ValueError` without a trial.
+    """
+    total = sum(count for _, count in clusters)
+    if total < 1:
+        raise ValueError("clusters hold no trial, expected at least one")
+    share = sum(right for right, _ in clusters) / total
+    num, alone = len(clusters), share * (1 - share) / total
+    trials = float(num)
+    if num > 1 and alone > 0:
+        squares = math.fsum((right - share * count) ** 2 for right, count in clusters)
+        effect = squares * num / (num - 1) / total**2 / alone
+        trials = total / max(1.0, effect)
+    quantile = float(scipy.stats.norm.ppf((1 + CONFIDENCE) / 2))
+    shrink = 1 + quantile**2 / trials
+    middle = (share + quantile**2 / (2 * trials)) / shrink
+    half = (
+        quantile / shrink * math.sqrt(share * (1 - share) / trials + (quantile / trials) ** 2 / 4)
+    )
+    return share, max(0.0, min(share, middle - half)), min(1.0, max(share, middle + half))
 
 
 def standard_error(values: Sequence[float]) -> float | None:

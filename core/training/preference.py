@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.data.preference import LabelledAnswer, Pair, mismatched_answers
 from posttrain.core.data.tokens import response_batch
+from posttrain.core.math.intervals import tallied
 from posttrain.core.training.exact_kl import response_sum_pi_squared
 from posttrain.core.training.finite import note_suspects
 from posttrain.core.training.forward import forward_only, response_logprobs
@@ -148,20 +149,21 @@ Rows = Sequence[Pair | LabelledAnswer]
 class Ranking:
     """How many answers the policy puts in the right order, and the mean gap of their rewards.
 
-    `total` counts pairs. Labelled rows make a pair of every wanted and unwanted answer to one
-    prompt; where no prompt has both, single rows are counted, right when the reward has the sign of
-    the label, and `by_pairs` is false.
+    `prompts` has (in order, all) of the pairs of each prompt. Labelled rows make a pair of every
+    wanted and unwanted answer to one prompt; where no prompt has both, single rows are counted,
+    right when the reward has the sign of the label, and `by_pairs` is false.
     """
 
-    hits: int
-    total: int
+    prompts: Sequence[tuple[int, int]]
     gap: float
     by_pairs: bool = True
 
     @classmethod
-    def of(cls, gaps: Sequence[float], *, by_pairs: bool = True) -> Ranking:
-        """From the gaps, right where positive; a tie counts as wrong."""
-        return cls(sum(gap > 0 for gap in gaps), len(gaps), sum(gaps) / len(gaps), by_pairs)
+    def of(cls, gaps: Sequence[tuple[str, float]], *, by_pairs: bool = True) -> Ranking:
+        """From the gaps with their prompts' keys, right where positive; a tie counts as wrong."""
+        values = [gap for _, gap in gaps]
+        in_order = tallied((key for key, _ in gaps), (gap > 0 for gap in values))
+        return cls(in_order, sum(values) / len(values), by_pairs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,15 +273,16 @@ class PreferenceLearner:
         if isinstance(mini, PairMini):
             scores = objective.scoring.pairs(mini.tokens(logprobs), mini.counts())
             chosen, rejected = objective.rewards.of(scores)
-            return Ranking.of((chosen - rejected).tolist())
+            keys = [row.key for row in rows]
+            return Ranking.of(list(zip(keys, (chosen - rejected).tolist(), strict=True)))
         scored = objective.scoring.labelled(mini.tokens(logprobs), mini.counts())
         rewards = (objective.rewards.scale * scored.scores).tolist()
         prompts: dict[str, tuple[list[float], list[float]]] = {}
         signed = []
         for row, reward in zip(_labelled(rows), rewards, strict=True):
             prompts.setdefault(row.key, ([], []))[0 if row.desirable else 1].append(reward)
-            signed.append(reward if row.desirable else -reward)
-        gaps = [a - b for wanted, other in prompts.values() for a in wanted for b in other]
+            signed.append((row.key, reward if row.desirable else -reward))
+        gaps = [(k, a - b) for k, (wanted, other) in prompts.items() for a in wanted for b in other]
         return Ranking.of(gaps) if gaps else Ranking.of(signed, by_pairs=False)
 
 

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.data.steps import StepRow
 from posttrain.core.data.tokens import response_batch
+from posttrain.core.math.intervals import tallied
 from posttrain.core.models.sharded import put_away
 from posttrain.core.training.finite import note_suspects
 from posttrain.core.training.forward import response_states
@@ -107,11 +108,11 @@ def process_step(
 
 @dataclass(frozen=True, slots=True)
 class StepRanking:
-    """How well steps are kept apart: `right` of `steps` on the right side of 1/2; `ordered` of
-    `pairs` of a better and a worse step of one problem have the better one's score higher."""
+    """How well steps are kept apart: (on the right side of 1/2, all) of the steps of each problem;
+    `ordered` of `pairs` of a better and a worse step of one problem have the better one's score
+    higher."""
 
-    right: int
-    steps: int
+    problems: Sequence[tuple[int, int]]
     ordered: int
     pairs: int
 
@@ -138,7 +139,7 @@ def rank_steps(
     put_away(model)
     logits = ranks.add(logits)
     labels = torch.tensor([label for row in rows for label in row.labels])
-    right = int(((logits > 0) == (labels > 0.5)).sum())
+    right = ((logits > 0) == (labels > 0.5)).tolist()
     steps: dict[str, list[int]] = {}
     for number, row in enumerate(rows):
         steps.setdefault(row.key, []).extend(range(starts[number], starts[number + 1]))
@@ -149,4 +150,5 @@ def rank_steps(
         better = label_gaps > 0
         pairs += int(better.sum())
         ordered += int((better & (score_gaps > 0)).sum())
-    return StepRanking(right, len(logits), ordered, pairs)
+    keys = (row.key for row in rows for _ in row.places)
+    return StepRanking(tallied(keys, right), ordered, pairs)

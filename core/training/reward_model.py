@@ -114,18 +114,21 @@ def reward_step(
 
 
 @torch.no_grad()
-def pair_hits(
+def pairs_in_order(
     model: PreTrainedModel,
     pairs: Sequence[Pair],
     batch_size: int,
     check: Callable[[], None] = lambda: None,
     ranks: Ranks = ALONE,
-) -> int:
-    hits = torch.zeros(1)
+) -> list[bool]:
+    """Of each pair, whether the chosen answer has the higher score."""
+    right = torch.zeros(len(pairs))
     for start, counts in ranks.share(range(0, len(pairs), batch_size)):
         check()
         scores = score_pairs(model, pairs[start : start + batch_size])
         if counts:
-            hits += (scores.chosen > scores.rejected).sum().cpu()
+            right[start : start + len(scores.chosen)] = (
+                (scores.chosen > scores.rejected).cpu().float()
+            )
     put_away(model)
-    return int(ranks.add(hits))
+    return [one > 0 for one in ranks.add(right).tolist()]

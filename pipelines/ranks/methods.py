@@ -38,7 +38,7 @@ from posttrain.core.training.preference_objective import (
 )
 from posttrain.core.training.process_reward import StepRanking, process_step, rank_steps
 from posttrain.core.training.readings import StepReadings
-from posttrain.core.training.reward_model import pair_hits, reward_step
+from posttrain.core.training.reward_model import pairs_in_order, reward_step
 from posttrain.core.training.sft import negative_log_likelihood, sft_step
 from posttrain.core.training.updates import UpdateResult
 from posttrain.pipelines.rl.build import build_critic, build_learner, build_prm
@@ -164,10 +164,10 @@ def reward_model(inputs: StageInputs, num_steps: int) -> Trained:
             readings=readings,
         )
 
-    def hits(pairs: Sequence[Pair]) -> int:
-        return pair_hits(model, pairs, size, check, ranks)
+    def in_order(pairs: Sequence[Pair]) -> list[bool]:
+        return pairs_in_order(model, pairs, size, check, ranks)
 
-    return Trained(model, {ONLY: optimizer}, {"step": _read(step), "hits": hits})
+    return Trained(model, {ONLY: optimizer}, {"step": _read(step), "in_order": in_order})
 
 
 def process_reward_model(inputs: StageInputs, num_steps: int) -> Trained:

@@ -34,7 +34,7 @@ from posttrain.core.data.preference_files import doubtful, read_preference_rows
 from posttrain.core.data.rows import data_digest, data_files
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import DataError
-from posttrain.core.math.intervals import wilson
+from posttrain.core.math.intervals import clustered_share
 from posttrain.core.models.device import peak_memory_gb
 from posttrain.core.runtime.heap import StepHeap
 from posttrain.core.runtime.seeding import generator
@@ -264,10 +264,10 @@ class _PreferenceRun:
     def rank(self) -> dict[str, float]:
         """Held-out accuracy of the policy as it is now, with its 95 % interval."""
         ranking: Ranking = self.trainer.call("rank", self.held_out)
-        low, high = wilson(ranking.hits, ranking.total)
+        share, low, high = clustered_share(ranking.prompts)
         unit = "pair" if ranking.by_pairs else "row"
         return {
-            f"pref/held_out_{unit}_accuracy": ranking.hits / ranking.total,
+            f"pref/held_out_{unit}_accuracy": share,
             "pref/held_out_low": low,
             "pref/held_out_high": high,
             "pref/held_out_margin": ranking.gap,

@@ -12,7 +12,7 @@ from posttrain.core.data.rows import data_digest
 from posttrain.core.data.steps import StepRow, fitting_rows, read_labelled_steps
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import DataError
-from posttrain.core.math.intervals import wilson
+from posttrain.core.math.intervals import clustered_share
 from posttrain.core.training.process_reward import StepRanking
 from posttrain.core.training.step_record import step_row_tensors
 from posttrain.pipelines.ranks.trainer import open_trainer
@@ -45,7 +45,7 @@ def run_process_reward_model(context: StageContext) -> StageOutput:
     log_pages(context)
     final = _measured(ranking) | {
         "prm/num_steps": float(sum(len(row.places) for row in train)),
-        "prm/num_held_out_steps": float(ranking.steps),
+        "prm/num_held_out_steps": float(sum(count for _, count in ranking.problems)),
     }
     context.tracker.log_summary(final)
     save_trained(context, model, tokenizer, "reward_model")
@@ -55,9 +55,9 @@ def run_process_reward_model(context: StageContext) -> StageOutput:
 
 
 def _measured(ranking: StepRanking) -> dict[str, float]:
-    low, high = wilson(ranking.right, ranking.steps)
+    share, low, high = clustered_share(ranking.problems)
     found = {
-        "prm/held_out_step_accuracy": ranking.right / ranking.steps,
+        "prm/held_out_step_accuracy": share,
         "prm/held_out_low": low,
         "prm/held_out_high": high,
     }

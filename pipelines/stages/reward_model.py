@@ -9,7 +9,7 @@ from posttrain.core.config.preference_stages import RewardModelStage
 from posttrain.core.contracts import StageOutput
 from posttrain.core.data.preference import Pair
 from posttrain.core.data.tokens import ChatTokenizer
-from posttrain.core.math.intervals import wilson
+from posttrain.core.math.intervals import clustered_share, tallied
 from posttrain.core.training.step_record import preference_tensors
 from posttrain.pipelines.ranks.trainer import open_trainer
 from posttrain.pipelines.stage.context import StageContext
@@ -48,12 +48,12 @@ def train_on_pairs(
             keys = [pair.key for pair in rows]
             steps.done(step, metrics, partial(preference_tensors, rows), keys)
         trainer.finish()
-        hits = trainer.call("hits", held_out)
+        in_order: list[bool] = trainer.call("in_order", held_out)
         model = trainer.trained_model()
     log_pages(context)
-    low, high = wilson(hits, len(held_out))
+    share, low, high = clustered_share(tallied((pair.key for pair in held_out), in_order))
     final = {
-        "rm/held_out_pair_accuracy": hits / len(held_out),
+        "rm/held_out_pair_accuracy": share,
         "rm/held_out_low": low,
         "rm/held_out_high": high,
         "rm/num_pairs": float(len(train)),

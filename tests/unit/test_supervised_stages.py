@@ -21,7 +21,7 @@ from posttrain.core.models.loading import load_policy, load_reward_model, save_m
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.training.optim import MasterOptimizer
 from posttrain.core.training.reward_model import (
-    pair_hits,
+    pairs_in_order,
     reward_step,
     score_batch_rows,
     score_pairs,
@@ -87,7 +87,7 @@ def test_a_new_reward_model_scores_0_and_its_first_loss_is_ln_2(
     for _ in range(9):
         last = reward_step(model, optimizer, pairs, loss, micro_batch_size=4)
     assert last["loss/preference"] < 0.3
-    assert pair_hits(model, pairs, batch_size=4) == 6
+    assert pairs_in_order(model, pairs, batch_size=4) == [True] * 6
 
 
 def test_a_pairs_own_margin_enters_its_loss_and_the_split_does_not_matter(

@@ -179,15 +179,18 @@ def test_ranking_counts_pairs_of_one_prompt_and_ties_as_wrong(folders: tuple[Pat
     model = load(folders[0])
     at_reference = PreferenceLearner(model, PreferenceObjective(terms), 0, 2, model)
     ranking = at_reference.rank(pairs())
-    assert (ranking.hits, ranking.total, ranking.gap) == (0, 5, 0.0)
+    assert sum(right for right, _ in ranking.prompts) == 0 and ranking.gap == 0.0
+    assert sum(count for _, count in ranking.prompts) == 5
     kto = learner(folders, ("kto",), 2)
-    assert kto.rank(labelled()).total == 1  # of prompt 0 alone there are both labels
+    [(_, pairs_of_prompt_0)] = kto.rank(labelled()).prompts  # of it alone there are both labels
+    assert pairs_of_prompt_0 == 1
     single = kto.rank(labelled()[:5])
-    assert not single.by_pairs and single.total == 5
+    assert not single.by_pairs and sum(count for _, count in single.prompts) == 5
 
 
 def test_a_ranking_of_gaps() -> None:
-    assert Ranking.of([1.0, 0.0, -2.0]) == Ranking(1, 3, -1 / 3)
+    found = Ranking.of([("a", 1.0), ("b", 0.0), ("a", -2.0)])
+    assert found == Ranking([(1, 2), (0, 1)], -1 / 3)
 
 
 def test_the_alarm_rings_once_after_a_whole_window_of_falling_pairs() -> None:
