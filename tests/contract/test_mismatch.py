@@ -18,7 +18,6 @@ from tests.helpers.mismatch import make_rig
 from tests.helpers.plugins import MANAGER
 from tests.helpers.updates import update, with_old_logprobs
 
-ENGINES = ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)]
 LAWS = [(1.0, 1.0, 0), (0.7, 0.8, 20)]
 # Largest and mean difference of a token's log-prob, nats. In bfloat16 a token at the edge of a cut
 # may be in one program's support and not in the other's: the gap is then the log of its mass.
@@ -30,8 +29,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
-@pytest.mark.parametrize("dtype", list(BOUNDS), ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("engine", "dtype"),
+    [
+        pytest.param("transformers", torch.float32, marks=pytest.mark.slow),
+        ("transformers", torch.bfloat16),
+        pytest.param("vllm", torch.float32, marks=pytest.mark.vllm),
+        pytest.param("vllm", torch.bfloat16, marks=[pytest.mark.vllm, pytest.mark.slow]),
+    ],
+)
 def test_engine_and_trainer_agree_before_and_after_ten_updates(
     folder: Path, engine: str, dtype: torch.dtype
 ) -> None:

@@ -37,7 +37,13 @@ def ranks(rank_kind: str) -> Iterator[RankGroup]:
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["weights", "lora"])
-@pytest.mark.parametrize("family", SPEED_FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=[] if name in ("qwen3", "gpt2") else pytest.mark.slow)
+        for name in SPEED_FAMILIES
+    ],
+)
 def test_the_gradient_of_two_ranks_is_the_plain_one(
     ranks: RankGroup, family: str, lora: bool
 ) -> None:

@@ -129,9 +129,10 @@ def run_command(
 ) -> Finished:
     """Run `posttrain ARGUMENTS` to its end, with `variables` added to the environment.
 
-    In a file with `shared_prefect` the libraries are loaded already, unless they read `variables`.
+    The libraries are loaded already, unless they read `variables`, in a file with `shared_prefect`
+    and in commands that start no server.
     """
-    if REPORTS_TO:
+    if REPORTS_TO or arguments[0] in ("validate", "plan"):
         return run_loaded(*arguments, timeout=timeout, variables=variables)
     return run_whole(*arguments, timeout=timeout, variables=variables)
 

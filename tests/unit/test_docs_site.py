@@ -59,9 +59,13 @@ def test_commands_and_options_on_a_page_exist(page: Path) -> None:
         assert given <= known, f"{page.name}: posttrain {line}: {sorted(given - known)}"
 
 
+@pytest.fixture(scope="module")
+def schema(manager: PluginManager) -> dict[str, Any]:
+    return json_schema(manager)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_marked_configs_and_stages_fit_the_schema(page: Path, manager: PluginManager) -> None:
-    schema = json_schema(manager)
+def test_marked_configs_and_stages_fit_the_schema(page: Path, schema: dict[str, Any]) -> None:
     whole = jsonschema.Draft7Validator(schema)
     stage = whole.evolve(schema={"$ref": "#/$defs/stage", "$defs": schema["$defs"]})
     for block in blocks(page):

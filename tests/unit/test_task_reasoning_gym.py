@@ -128,7 +128,10 @@ def test_a_new_scorer_that_runs_the_answer_as_code_is_refused(
         task(datasets=["countdown"])
 
 
-@pytest.mark.parametrize("name", ["simple_integration", "intermediate_integration"])
+@pytest.mark.parametrize(
+    "name",
+    ["simple_integration", pytest.param("intermediate_integration", marks=pytest.mark.slow)],
+)
 def test_integrals_are_checked_by_numbers(name: str) -> None:
     assert_own_answers_right(name, 25)
     made = task(datasets=[name])

@@ -127,7 +127,7 @@ def test_values_and_gradients_are_those_of_a_plain_softmax(
         torch.testing.assert_close(left, right)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("temperature", [pytest.param(1.0, marks=pytest.mark.slow), 0.7])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_compiled_blocks_give_what_plain_ones_do(dtype: torch.dtype, temperature: float) -> None:
     """For any number of rows, of large logits and of a token that cannot be.
