@@ -14,6 +14,7 @@ from tests.helpers.faults import joined  # noqa: E402
 from tests.helpers.kills import Tally, struck_run, undisturbed  # noqa: E402
 
 
+@pytest.mark.slow
 def test_a_run_that_is_struck_ends_in_the_weights_of_one_that_is_not(tmp_path: Path) -> None:
     tally = Tally()
     with (

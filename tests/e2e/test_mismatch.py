@@ -101,9 +101,8 @@ def rung(done: Finished, stage: str) -> list[float]:
     return [point.value for point in client.get_metric_history(run, "alarm/mismatch")]
 
 
-@pytest.mark.parametrize(
-    "engine", ["transformers", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.slow])]
-)
+@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
+@pytest.mark.slow
 def test_engine_and_trainer_agree_at_every_step_under_every_law_and_an_alarm_is_told_once(
     tmp_path: Path, engine: str
 ) -> None:

@@ -106,10 +106,17 @@ RESULTS = {
     "sft_on_chats.py": r"Name: sft/loss",
     "compare_two.py": r"what differs between the configs(.|\n)*stages.rl.algorithm|policy_loss",
 }
+LONG_EXAMPLES = ("own_reward.py", "compare_two.py")
 
 
 @pytest.mark.usefixtures("reports_there")
-@pytest.mark.parametrize("name", RESULTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in LONG_EXAMPLES else [], id=name)
+        for name in RESULTS
+    ],
+)
 def test_an_example_runs(
     name: str, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -192,6 +199,7 @@ def flow_runs(home: Path) -> list[str]:
         return [name for (name,) in database.execute("select name from flow_run")]
 
 
+@pytest.mark.slow
 def test_two_homes_in_one_process_below_a_running_event_loop(model: Path) -> None:
     """As in Jupyter, and each run is in its own home's Prefect and MLflow."""
 

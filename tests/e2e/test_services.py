@@ -346,6 +346,7 @@ def test_a_request_that_is_no_request_is_refused_before_it_runs(
             )
 
 
+@pytest.mark.slow
 def test_the_deployments_of_the_repository_can_be_made(services: Services, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"]
     settings = {"PREFECT_HOME": str(tmp_path)}
@@ -467,6 +468,7 @@ def test_servers_that_are_gone_for_a_while_lose_nothing(
     services.flow_run(result["prefect_flow_run_id"], ["COMPLETED"])
 
 
+@pytest.mark.slow
 def test_down_stops_a_run_cleanly_and_data_are_there_after_the_next_up(
     services: Services, nightly: str, runs: list[Run]
 ) -> None:

@@ -36,8 +36,9 @@ def streaming(model: Path, steps: int, *, in_game: bool, **rl: Any) -> dict[str,
 
 @pytest.mark.parametrize(
     "in_game",
-    [pytest.param(False, id="one turn"), pytest.param(True, id="game", marks=pytest.mark.slow)],
+    [pytest.param(False, id="one turn"), pytest.param(True, id="game")],
 )
+@pytest.mark.slow
 def test_a_run_that_is_killed_goes_on_and_replays_bit_for_bit(
     model: Path, tmp_path: Path, in_game: bool
 ) -> None:

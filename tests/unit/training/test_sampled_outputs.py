@@ -183,6 +183,7 @@ def test_of_prompts_that_begin_alike(folders: dict[str, Path]) -> None:
     assert_equal_gradients(found, wanted)
 
 
+@pytest.mark.slow
 def test_with_compiled_layers(folders: dict[str, Path]) -> None:
     for seed in (0, 1):  # the second finds other tensors of other shapes in the same graphs
         sampled = sampled_of(folders["qwen3"], replace(PARAMS, seed=seed))
