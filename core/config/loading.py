@@ -79,8 +79,9 @@ class LoadedConfig:
         return any(parts[:end] in self.marks for end in range(shortest, len(parts) + 1))
 
     def wrote(self, loc: Loc) -> bool:
-        """Whether a file or `--set` holds exactly this place."""
-        return loc in self.marks
+        """Whether a file or `--set` holds this place, or the list that it is an entry of."""
+        lists = (loc[:end] for end, part in enumerate(loc) if isinstance(part, int))
+        return loc in self.marks or any(place in self.marks for place in lists)
 
 
 def _indexed(parts: Loc, raw: object) -> Loc:
@@ -310,6 +311,20 @@ def _unshared(value: object) -> object:
     return [_unshared(item) for item in value] if isinstance(value, list) else value
 
 
+def _places(value: object, loc: Loc) -> Iterator[Loc]:
+    """Where the value is, and everything in it."""
+    yield loc
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
+    for key, item in items:
+        yield from _places(item, (*loc, key))
+
+
 def _forget(marks: dict[Loc, str], place: Loc) -> None:
     for old in [at for at in marks if at[: len(place)] == place]:
         del marks[old]
@@ -370,5 +385,5 @@ def _apply_override(
                 "plugin"
             )
     _forget(marks, loc)
-    marks[loc] = shown
+    marks.update(dict.fromkeys(_places(value, loc), shown))
     _open_model(raw, marks)

@@ -33,6 +33,7 @@ SHOWN: dict[str, tuple[str, str]] = {
     "sft/loss": ("loss", "{:.4f}"),
     "sft/held_out_loss": ("held-out loss", "{:.4f}"),
     "rm/pair_accuracy": ("pairs right", "{:.1%}"),
+    "rm/held_out_pair_accuracy": ("held-out pairs", "{:.1%}"),
     "rewards/accuracy": ("pairs right", "{:.1%}"),
     "pref/held_out_pair_accuracy": ("held-out pairs", "{:.1%}"),
     "prm/step_accuracy": ("steps right", "{:.1%}"),

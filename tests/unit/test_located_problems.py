@@ -68,3 +68,25 @@ def test_the_class_of_the_problem_stays(config: Path) -> None:
     with pytest.raises(DataError) as caught:
         check_inputs(*resolve_configs([config], ["stages.sft.held_out=gone.jsonl"]))
     assert caught.value.exit_code == 3
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "stages.rl.rewards=[{name: accuracyy}]",
+        "stages.rl.rewards=accuracyy",
+        "stages.rl={kind: rl, inputs: {model: sft}, steps: 2, policy_loss: {name: pppo}}",
+    ],
+)
+def test_what_an_override_says_is_not_laid_on_the_preset(config: Path, override: str) -> None:
+    said = problem_of(config, "stages.rl.algorithm=grpo", override)
+    assert said.startswith("--set stages.rl") and "did you mean" in said
+    assert "set by algorithm" not in said
+
+
+def test_a_shorthand_in_the_file_is_not_laid_on_the_preset(config: Path) -> None:
+    config.write_text(
+        CONFIG.replace("    rewards:\n      - {name: accuracy}\n", "    rewards: accuracyy\n")
+    )
+    said = problem_of(config)
+    assert said.startswith(f"{config}:10: ") and "set by algorithm" not in said
