@@ -33,6 +33,7 @@ from posttrain.pipelines.run.summary import evaluations, gain, links, opened_by
 
 WATTS_PER_THREAD, WATTS_PER_GPU = 10.0, 500.0
 """Power that the energy estimate assumes for a busy thread and a busy GPU; not measured."""
+NOT_SHOWN = "No difference is shown"
 _SHOWN = 60
 _SAMPLES = 6
 
@@ -94,14 +95,24 @@ def verdict(results: Mapping[str, StageResult], baselines: Mapping[str, str]) ->
     if not compared:
         return "Whether the model is better was not measured: no evaluation has a baseline."
     metrics, name = compared[-1].metrics, compared[-1].name
-    found = f"held-out accuracy, {name}: {gain(metrics, baselines.get(name, ''))}"
-    sampled = gain(metrics, name="sampled_gain")
-    sampled = "" if sampled == "-" else f" Sampled answers: {sampled}."
-    if metrics["eval/gain_low"] > 0:
-        return f"Better: {found}.{sampled}"
-    if metrics["eval/gain_high"] < 0:
-        return f"Worse: {found}.{sampled}"
-    return f"No difference is shown: {found}; the interval holds 0.{sampled}"
+    measures = [("held-out accuracy", "gain"), ("sampled answers", "sampled_gain")]
+    found = [
+        (_shown(metrics, key), f"{what}, {name}: {gain(metrics, baselines.get(name, ''), key)}")
+        for what, key in measures
+        if f"eval/{key}_low" in metrics
+    ]
+    # What is shown comes before what is not; greedy answers before sampled ones.
+    found.sort(key=lambda one: one[0] == NOT_SHOWN)
+    return " ".join(
+        f"{word}: {text}{'; the interval holds 0' if word == NOT_SHOWN else ''}."
+        for word, text in found
+    )
+
+
+def _shown(metrics: Mapping[str, float], key: str) -> str:
+    if metrics[f"eval/{key}_low"] > 0:
+        return "Better"
+    return "Worse" if metrics[f"eval/{key}_high"] < 0 else NOT_SHOWN
 
 
 def _what(pipeline: Pipeline) -> Iterator[list[Cell]]:

@@ -146,7 +146,7 @@ def test_the_verdict_of_the_card_names_what_it_compares(low: float, says: str) -
     text = verdict({**result.stages, "after": after}, result.baselines)
     assert text.startswith(f"{says}held-out accuracy, after: +25.0 points")
     assert "] over before" in text
-    assert "Sampled" not in text
+    assert "sampled" not in text
     sampled = {
         "eval/sampled_gain": 0.3,
         "eval/sampled_gain_low": 0.2,
@@ -154,7 +154,9 @@ def test_the_verdict_of_the_card_names_what_it_compares(low: float, says: str) -
     }
     after = replace(after, metrics=dict(after.metrics) | sampled)
     text = verdict({**result.stages, "after": after}, result.baselines)
-    assert text.endswith(". Sampled answers: +30.0 points [+20.0, +40.0].")
+    better = "Better: sampled answers, after: +30.0 points [+20.0, +40.0] over before."
+    assert better in text and says in text
+    assert text.startswith(better) == (says == "No difference is shown: "), "what is shown is first"
 
 
 def test_links_go_to_the_tracking_server_when_there_is_one() -> None:
