@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.data.steps import StepRow
 from posttrain.core.data.tokens import response_batch
-from posttrain.core.math.intervals import tallied
 from posttrain.core.models.sharded import put_away
 from posttrain.core.training.finite import note_suspects
 from posttrain.core.training.forward import response_states
@@ -139,7 +138,7 @@ def rank_steps(
     put_away(model)
     logits = ranks.add(logits)
     labels = torch.tensor([label for row in rows for label in row.labels])
-    right = ((logits > 0) == (labels > 0.5)).tolist()
+    right = (logits > 0) == (labels > 0.5)
     steps: dict[str, list[int]] = {}
     for number, row in enumerate(rows):
         steps.setdefault(row.key, []).extend(range(starts[number], starts[number + 1]))
@@ -150,5 +149,5 @@ def rank_steps(
         better = label_gaps > 0
         pairs += int(better.sum())
         ordered += int((better & (score_gaps > 0)).sum())
-    keys = (row.key for row in rows for _ in row.places)
-    return StepRanking(tallied(keys, right), ordered, pairs)
+    problems = [(int(right[mine].sum()), len(mine)) for mine in steps.values()]
+    return StepRanking(problems, ordered, pairs)

@@ -14,7 +14,7 @@ from tests.helpers.pipeline import prepared, run_command
 
 SMALL = [
     "engine=vllm",
-    "evaluation={num_problems: 16, max_response_length: 12, num_samples: 1}",
+    "evaluation={num_problems: 16, max_response_length: 12, num_samples: 2}",
     "stages.sft.steps=3",
     "stages.reward_model.num_prompts=16",
     "stages.rl.steps=2",
