@@ -1,7 +1,8 @@
 """Credentials are removed from every text that people, log files or servers see.
 
 `redacted` does it for a text, `redacted_tree` for nested values such as a config, `redact_error`
-for an exception and those behind it, `redact_logs` for everything that this process logs.
+for an exception and those behind it, `redact_logs` for everything that this process logs,
+`redact_output` for what it prints as well.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any, TextIO, cast
@@ -180,3 +182,9 @@ class _RedactedStream:
 def redacting(stream: TextIO) -> TextIO:
     """`stream`, through which no credentials pass."""
     return stream if isinstance(stream, _RedactedStream) else cast(TextIO, _RedactedStream(stream))
+
+
+def redact_output() -> None:
+    """Redact what any library of this process logs or prints from now on."""
+    redact_logs()
+    sys.stdout, sys.stderr = redacting(sys.stdout), redacting(sys.stderr)

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from posttrain.core.cluster.group import Answer, Answerer, Build, RankLost, first_cause
 from posttrain.core.cluster.messages import decode, encode
+from posttrain.core.redaction import redact_output
 from posttrain.core.runtime.process_guard import die_with_parent
 from posttrain.core.runtime.processes import ServerProcess
 from posttrain.core.runtime.startup import bounded_waiting, is_used, preloaded
@@ -150,6 +151,7 @@ class RankProcesses:
 def serve(folder: Path, build: Build) -> None:
     """Answer calls to the methods that `build` makes of the setup, until the caller is gone."""
     die_with_parent()  # torchrun: a rank has a session of its own
+    redact_output()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     with socket.socket(socket.AF_UNIX) as opened:
         opened.connect(str(folder / SOCKET))

@@ -19,12 +19,11 @@ def main() -> None:
     use_allocator(sys.argv[1:])
     bound_waiting()
     lighter_imports.install()
-    from posttrain.core.redaction import redact_logs, redacting
+    from posttrain.core.redaction import redact_output
     from posttrain.core.runtime.collector import command
     from posttrain.pipelines.cli.main import app
 
-    redact_logs()
-    sys.stdout, sys.stderr = redacting(sys.stdout), redacting(sys.stderr)
+    redact_output()
     try:
         with command():
             app()

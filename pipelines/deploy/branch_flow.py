@@ -24,7 +24,7 @@ from prefect.logging import get_run_logger
 from prefect.states import Cancelled, Failed
 
 from posttrain.core.errors import PosttrainError
-from posttrain.core.redaction import redact_logs, redacted
+from posttrain.core.redaction import redact_output, redacted
 from posttrain.pipelines.deploy.flows import note_process
 from posttrain.pipelines.run.progress import LogReporter
 from posttrain.pipelines.services.shared_servers import require_shared_mlflow
@@ -45,7 +45,7 @@ AWAY = (httpx.HTTPError, OSError, PrefectException)
 @flow(name="sweep_branch", persist_result=False)
 def sweep_branch(request: BranchRequest) -> State[None] | None:
     """Run one branch of a sweep: a variant with a seed. The sweep follows it."""
-    redact_logs()
+    redact_output()
     note_process()
     context = FlowRunContext.get()
     assert context is not None and context.flow_run is not None

@@ -20,7 +20,7 @@ from prefect.states import Cancelled, Failed
 from posttrain.core.config.resolve import ResolvedRun
 from posttrain.core.errors import PosttrainError
 from posttrain.core.plugin_manager import PluginManager
-from posttrain.core.redaction import redact_error, redact_logs
+from posttrain.core.redaction import redact_error, redact_output
 from posttrain.core.runtime.processes import owner
 from posttrain.core.store.approval import ApprovalNeeded
 from posttrain.core.store.artifacts import RunResult
@@ -80,7 +80,7 @@ def note_process() -> None:
 
 def _run(request: RunRequest) -> State[None] | None:
     """One request from its form to its record; what a user can fix fails with one sentence."""
-    redact_logs()
+    redact_output()
     note_process()
     cancelled = cancelled_before()
     if cancelled is not None:

@@ -19,6 +19,7 @@ import warnings
 from contextlib import closing
 from pathlib import Path
 
+from posttrain.core.redaction import redact_output
 from posttrain.core.runtime.files import create_database
 from posttrain.core.store.locks import locked
 
@@ -31,6 +32,7 @@ def main() -> None:
     """Run the server until standard input ends."""
     port_goes_to = os.dup(1)
     os.dup2(2, 1)  # whatever is printed: the pipe takes the port alone
+    redact_output()
     gc.disable()  # what is loaded stays
     # The home is made later, and only if the run begins.
     warnings.filterwarnings("ignore", message="Failed to create the Prefect home directory")

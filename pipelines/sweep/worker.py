@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from posttrain.core.errors import PosttrainError
-from posttrain.core.redaction import redacted
+from posttrain.core.redaction import redact_output, redacted
 from posttrain.pipelines.sweep.places import BranchRequest, Json
 
 if TYPE_CHECKING:
@@ -89,6 +89,7 @@ def main() -> None:
     """Run branches until standard input ends."""
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
+    redact_output()
     lock, home = threading.Lock(), Path(sys.argv[1])
 
     def send(event: str, **values: object) -> None:

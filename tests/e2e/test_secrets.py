@@ -20,7 +20,8 @@ from posttrain.core.hooks import hookimpl
 
 @hookimpl
 def posttrain_on_stage_end(stage, status, metrics):
-    """As a client library would: it logs the address, and fails."""
+    """As a client library would: it prints and logs the address, and fails."""
+    print("connected to", "{URL}/api")
     logging.getLogger("client").error("retrying %s", "{URL}/api")
     try:
         raise OSError(111, "no answer from {URL}")
@@ -73,3 +74,23 @@ def test_a_server_that_does_not_answer_is_named_without_its_password(tmp_path: P
     assert done.code != 0 and json.dumps(done.result)
     assert SECRET not in done.text and "MLflow at http://127.0.0.1:9" in done.text
     assert not [f for f in home.rglob("*") if f.is_file() and SECRET.encode() in f.read_bytes()]
+
+
+def test_the_processes_of_a_sweep_write_no_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offer(tmp_path, "breaks", BREAKS, monkeypatch)
+    config = tiny_config(make_tiny_model(tmp_path / "model"))
+    config["stages"] = {"evaluate_base": config["stages"]["evaluate_base"]}
+    shorter = {"set": {"evaluation.max_response_length": 4}}
+    config["variants"] = {"named": {"short": shorter}}
+    path, home = write_config(tmp_path / "run.yaml", config), prepared(tmp_path / "home")
+    variables = {"HF_TOKEN": f"plain-{SECRET}", "NO_PROXY": "127.0.0.1"}
+    done = run_command("sweep", str(path), "--home", str(home), "--json", variables=variables)
+    assert done.code == 1 and done.result["failed"] > 0, done.text
+    assert SECRET not in done.text
+    log = next(home.glob("sweeps/*/worker-1.log")).read_text()
+    assert "connected to http://***@127.0.0.1:9/api" in log
+    assert "cannot report to http://***@127.0.0.1:9" in log
+    files = [file for file in home.rglob("*") if file.is_file()]
+    assert not [str(file) for file in files if SECRET.encode() in file.read_bytes()]

@@ -23,6 +23,7 @@ from posttrain.core.cluster.on_ray.connection import first_line, note_loss
 from posttrain.core.cluster.on_ray.placement import POLL_S, no_room
 from posttrain.core.cluster.on_ray.watch import is_gone, require_cluster
 from posttrain.core.errors import PosttrainError, ResourceError, RunError
+from posttrain.core.redaction import redact_output
 
 LANES = 32
 """Batches that an actor takes at once; how many items of them, is its worker's to say."""
@@ -55,6 +56,7 @@ class NodeActor:
     """A node's worker, in a process that Ray has started. All bytes are pickled by our side."""
 
     def __init__(self, worker: str, path: Sequence[str]) -> None:
+        redact_output()
         sys.path.extend(folder for folder in path if folder not in sys.path)
         self._worker = worker
         self._lanes = ThreadPoolExecutor(LANES, thread_name_prefix="batch")

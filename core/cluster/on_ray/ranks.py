@@ -24,6 +24,7 @@ from posttrain.core.cluster.on_ray.connection import first_line, has_lost, nodes
 from posttrain.core.cluster.on_ray.placement import POLL_S, no_room, placed, placed_within
 from posttrain.core.cluster.on_ray.watch import hold, is_gone, require_cluster
 from posttrain.core.errors import RunError
+from posttrain.core.redaction import redact_output
 from posttrain.core.runtime.startup import bounded_waiting
 
 if TYPE_CHECKING:  # an actor says how many threads there may be before numpy is loaded
@@ -71,6 +72,7 @@ class RankActor:
     def __init__(self, worker: str, path: Sequence[str], env: Mapping[str, str]) -> None:
         # Before torch is loaded, which reads some of them.
         os.environ.update({**bounded_waiting(os.environ), **env, "LOCAL_RANK": "0"})
+        redact_output()
         sys.path.extend(folder for folder in path if folder not in sys.path)
         self._worker = worker
         self._store: Any = None  # a TCPStore: torch is not loaded yet
