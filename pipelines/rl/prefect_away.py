@@ -1,4 +1,7 @@
-"""A Prefect server that goes away during a run: it only displays, so the run goes on without it."""
+"""A Prefect server that goes away during a run, or refuses what the run reports.
+
+It only displays, so the run goes on without it.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from typing import Any
 import httpx
 import prefect.context
 from prefect import Flow
+from prefect.exceptions import CancelledRun, ObjectNotFound
 from prefect.settings import PREFECT_API_REQUEST_TIMEOUT, PREFECT_CLIENT_MAX_RETRIES
 
 from posttrain.core.errors import causes
@@ -24,11 +28,12 @@ _reported: list[str] = []
 
 
 def unreachable(error: BaseException) -> bool:
-    """Whether Prefect's server did not answer, or answered with an error of its own."""
+    """Whether Prefect's server did not answer, or did not take what it was sent.
+
+    It refuses a key that has expired, for instance, and a run that somebody has deleted.
+    """
     return any(
-        isinstance(found, httpx.TransportError)
-        or UNREACHABLE in str(found)
-        or (isinstance(found, httpx.HTTPStatusError) and found.response.status_code >= 500)
+        isinstance(found, httpx.HTTPError | ObjectNotFound) or UNREACHABLE in str(found)
         for found in causes(error)
     )
 
@@ -39,10 +44,14 @@ def went_away(error: BaseException) -> None:
     if _reported:
         return
     _reported.append(str(error))
-    first = (str(error).splitlines() or [type(error).__name__])[0]
+    answers = [found for found in causes(error) if isinstance(found, httpx.HTTPStatusError)]
+    shown = answers[0] if answers else error
+    first = (str(shown).splitlines() or [type(shown).__name__])[0]
+    refused = bool(answers) and answers[0].response.is_client_error
     logger.warning(
-        "Prefect's server does not answer (%s): the run goes on and keeps its results; Prefect's "
-        "pages lack what follows",
+        "Prefect's server %s (%s): the run goes on and keeps its results; Prefect's pages lack "
+        "what follows",
+        "refuses what the run reports" if refused else "does not answer",
         first,
     )
 
@@ -103,12 +112,13 @@ def call_flow(flow: Flow[..., Any], body: Body, *arguments: Any, optional: bool)
     """
     try:
         flow(*arguments)
+    except CancelledRun:  # the state that the body returned
+        raise
     except Exception as error:  # of the body or of a request: both may be of any kind
-        if not unreachable(error):
+        if error is body.error or not (body.ended or unreachable(error)):
             raise
         if body.error is not None:
-            if body.error is not error:
-                went_away(error)
+            went_away(error)
             raise body.error from None
         if not body.ended and (body.began or not optional):
             raise

@@ -100,6 +100,13 @@ class Server:
         for process in [self._process, *self._process.children(recursive=True)]:
             process.send_signal(number)
 
+    def delete_runs(self) -> None:
+        """Delete all flow runs, as people do on its pages."""
+        url = self.variables["PREFECT_API_URL"]
+        with httpx.Client(trust_env=False) as client:
+            for run in client.post(f"{url}/flow_runs/filter", json={}).raise_for_status().json():
+                client.delete(f"{url}/flow_runs/{run['id']}")  # of a subflow, perhaps with it
+
     def _answers(self) -> bool:
         try:
             with httpx.Client(trust_env=False) as client:
@@ -167,6 +174,23 @@ def test_a_server_that_goes_away_ends_no_run(
     assert ended - rows[-1]["time_ms"] / 1000 < EXIT_S
     for earlier, later in zip(rows, rows[1:], strict=False):
         assert later["time_ms"] - earlier["time_ms"] < 1000 * EXIT_S, later["step"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_run_that_was_deleted_in_prefect_ends_well(server: Server, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    server.start()
+    config = str(_config(tmp_path, steps=30))
+    run = start_command("run", config, "--home", str(home), "--json", variables=server.variables)
+    wait_for_step(home, 8, run)
+    server.delete_runs()
+    said, _ = run.communicate(timeout=300)
+    assert run.returncode == 0, said
+    result = json.loads(said.strip().splitlines()[-1])
+    assert [stage["status"] for stage in result["stages"].values()] == ["ran", "ran"]
+    assert said.count("Prefect's server refuses what the run reports") == 1, said
+    assert "Traceback" not in said
 
 
 @pytest.mark.timeout(400)
