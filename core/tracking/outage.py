@@ -67,13 +67,16 @@ def write_real_ids(artifacts: Path, ids: Mapping[str, str]) -> None:
     if not ids:
         return
     for path in artifacts.glob(f"*/{MANIFEST}"):
-        text = path.read_text()
-        found = {old: new for old, new in ids.items() if old in text}
-        if found:
-            for old, new in found.items():
-                text = text.replace(old, new)
+        try:
+            written = path.read_bytes()  # of any stage in the store, damaged ones among them
+        except OSError:
+            continue  # removed meanwhile, or not this run's to read
+        resolved = written
+        for old, new in ids.items():
+            resolved = resolved.replace(old.encode(), new.encode())
+        if resolved != written:
             partial = artifacts / f".ids-{uuid.uuid4().hex}"  # in the stage it would be damage
-            partial.write_text(text)
+            partial.write_bytes(resolved)
             partial.replace(path)
             if (mirror := mirror_of(artifacts)) is not None:
                 mirror.push(path.parent.name)
@@ -147,7 +150,9 @@ def _send(folder: Path, uri: str | None, away: set[str], *, quiet: bool) -> str:
             return _send_held(folder, uri, away, quiet=quiet) if folder.is_dir() else ""
     except _Busy:
         return ""
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except ResourceError as error:  # a home that is only read, or a full disk
+        return f"what waits for MLflow in {folder} cannot be sent from here: {error}"
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         return f"what waits for MLflow in {folder} cannot be read ({error}): move it away"
 
 

@@ -1,5 +1,6 @@
 """The writer and its spool while MLflow is away: real files, a real kill, a real HTTP server."""
 
+import errno
 import json
 import os
 import socket
@@ -281,6 +282,10 @@ def store(name, identity):
     folder = home / "store" / name
     folder.mkdir(parents=True)
     (folder / "manifest.json").write_text(json.dumps({"mlflow_run_id": identity}))
+damaged = home / "store" / "damaged"
+damaged.mkdir(parents=True)
+(damaged / "manifest.json").write_bytes(bytes([255]) + b"{pending-")
+(home / "store" / "odd" / "manifest.json").mkdir(parents=True)
 made = writer.call({"op": "model", "what": "a model", "request": "pending-" + "a" * 32})
 store("sft", made)
 away.up = True
@@ -513,11 +518,32 @@ def test_a_spool_that_cannot_be_sent_stays_and_is_one_sentence(tmp_path: Path, g
     (sentence,) = send_waiting(runs, quiet=False)
     assert sentence.startswith("1 records of run abc wait in ") and "is away" in sentence
     assert send_waiting(runs) == []
-    (spool.folder / "operations.jsonl").write_text("{\n")
-    (sentence,) = send_waiting(runs)
-    assert "cannot be read" in sentence
+    for damage in ("{", "[" * 100_000):
+        (spool.folder / "operations.jsonl").write_text(f"{damage}\n")
+        (sentence,) = send_waiting(runs)
+        assert "cannot be read" in sentence
     assert waiting_folders(runs) == [spool.folder]
     assert os.listdir(spool.folder.parent) == ["mlflow-waiting"], "no lock is left"
+
+
+def test_what_waits_in_a_home_that_cannot_be_written_ends_no_command(
+    tmp_path: Path, gone: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as a colleague's home, which others read: `posttrain compare` sends first what waits."""
+    runs = tmp_path / "runs"
+    about = {"uri": gone, "experiment_id": "1", "run_id": "abc", "artifacts": ""}
+    spool = Spool(runs / "abc" / "mlflow-waiting", about)
+    spool.append([numbered(1)])
+    spool.release(last=True)
+
+    def read_only(*_: object) -> int:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", read_only)
+        (sentence,) = send_waiting(runs)
+    assert sentence.startswith(f"what waits for MLflow in {spool.folder} cannot be sent from here")
+    assert "Read-only file system" in sentence
 
 
 class Refusing(Gone):
