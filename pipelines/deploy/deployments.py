@@ -32,6 +32,7 @@ from posttrain.core.redaction import address, redacted_tree
 from posttrain.pipelines.deploy import flows as deployed
 from posttrain.pipelines.deploy.forms import RunRequest
 from posttrain.pipelines.services.servers import end_dead_runs
+from posttrain.pipelines.services.shared_servers import api_headers
 
 FLOWS: dict[str, Flow[..., Any]] = {
     "train": deployed.train,
@@ -192,7 +193,7 @@ def _keep_ending_dead_runs() -> None:
 def end_dead_here() -> None:
     """Report runs of this machine whose process is gone as crashed."""
     with contextlib.suppress(httpx.HTTPError):  # the server is away: the next time
-        end_dead_runs(get_current_settings().api.url or "")
+        end_dead_runs(get_current_settings().api.url or "", headers=api_headers())
 
 
 def _is_news(record: logging.LogRecord) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from http import HTTPStatus
@@ -28,6 +28,7 @@ PROCESS = "posttrain.process"
 """Label of a deployed run: its process, as `owner` gives it."""
 PROCESS_STATE = "posttrain.process.state"
 """Label of a deployed run: the id of the state in which that process runs it."""
+NO_LOGIN: Mapping[str, str] = {}
 UNFINISHED = ["RUNNING", "PENDING", "CANCELLING"]
 QUIET = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1"}
 
@@ -143,16 +144,17 @@ def runs_in_progress(ports: Ports) -> int:
     return len(_ask(_api(ports), "/flow_runs/filter", chosen))
 
 
-def end_dead_runs(url: str, worker: str = "") -> int:
+def end_dead_runs(url: str, worker: str = "", headers: Mapping[str, str] = NO_LOGIN) -> int:
     """Report runs of this machine whose process is gone as crashed; returns how many.
 
     A run that was killed together with its server, its worker or its `serve` stays "Running" there
     and keeps the slots of its deployment and pool, for which each later run of a schedule is
     cancelled. A run says itself which process it is (`PROCESS`); of one that had not come to that
-    the worker named `worker` has noted the process.
+    the worker named `worker` has noted the process. `headers` let it into a server with a login.
     """
     chosen = {"flow_runs": {"state": {"type": {"any_": UNFINISHED}}}}
-    dead = [run for run in _ask(url, "/flow_runs/filter", chosen) if _process_is_gone(run, worker)]
+    found = _ask(url, "/flow_runs/filter", chosen, headers)
+    dead = [run for run in found if _process_is_gone(run, worker)]
     crashed = {"type": "CRASHED", "name": "Crashed", "message": "its process was killed"}
     return sum(
         _post(
@@ -160,6 +162,7 @@ def end_dead_runs(url: str, worker: str = "") -> int:
             f"/flow_runs/{run['id']}/set_state",
             {"state": crashed, "force": True},
             timeout=30,
+            headers=headers,
         ).is_success
         for run in dead
     )
@@ -192,14 +195,17 @@ def _api(ports: Ports) -> str:
     return exports(ports)["PREFECT_API_URL"]
 
 
-def _ask(url: str, path: str, body: object) -> list[Any]:
+def _ask(url: str, path: str, body: object, headers: Mapping[str, str] = NO_LOGIN) -> list[Any]:
     """What the Prefect server answers to a filter; nothing where it does not answer."""
     try:
-        return list(_post(url, path, body, timeout=5).raise_for_status().json())
+        answer = _post(url, path, body, timeout=5, headers=headers)
+        return list(answer.raise_for_status().json())
     except (httpx.HTTPError, ValueError):
         return []
 
 
-def _post(url: str, path: str, body: object, timeout: float) -> httpx.Response:
+def _post(
+    url: str, path: str, body: object, timeout: float, headers: Mapping[str, str] = NO_LOGIN
+) -> httpx.Response:
     # Proxies of the environment must not see requests to this machine.
-    return httpx.post(f"{url}{path}", json=body, timeout=timeout, trust_env=False)
+    return httpx.post(f"{url}{path}", json=body, timeout=timeout, headers=headers, trust_env=False)

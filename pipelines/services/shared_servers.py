@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import urllib.parse
 from pathlib import Path
@@ -43,9 +44,24 @@ def require_shared_mlflow() -> str:
     return uri
 
 
+def api_headers() -> dict[str, str]:
+    """What Prefect's own client sends, so that a server with a key, or a proxy, lets it in."""
+    from prefect.settings import get_current_settings
+
+    settings = get_current_settings()
+    found = dict(settings.client.custom_headers)
+    if settings.api.auth_string is not None:
+        login = base64.b64encode(settings.api.auth_string.get_secret_value().encode())
+        found["Authorization"] = f"Basic {login.decode()}"
+    elif settings.api.key is not None:
+        found["Authorization"] = f"Bearer {settings.api.key.get_secret_value()}"
+    return found
+
+
 def _settings(url: str) -> object:
     try:
-        return httpx.get(f"{url}/admin/settings", timeout=TIMEOUT_S).raise_for_status().json()
+        answer = httpx.get(f"{url}/admin/settings", headers=api_headers(), timeout=TIMEOUT_S)
+        return answer.raise_for_status().json()
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         raise ResourceError(
             f"the Prefect server at PREFECT_API_URL={url} does not answer ({error}): {FIX}"
