@@ -17,9 +17,15 @@ from typing import Any, TextIO, cast
 from urllib.parse import unquote, urlsplit
 
 MARK = "***"
-_SECRET_KEYS = (
-    "password|passwd|pwd|secret|token|api_?key|access_?key|secret_?key|private_?key|client_secret|"
+_UNMISTAKABLE = (
+    "password|passwd|api[_-]?key|access_?key|account_?key|secret_?key|private_?key|client_secret|"
     "(?:access|auth|api|hf|hub|bearer)_?token|auth_string"
+)
+"""Keys that name nothing else; `token` is also a part of a text."""
+_SECRET_KEYS = f"pwd|secret|token|{_UNMISTAKABLE}"
+_ENDS_OF_VARIABLES = (
+    "(?:TOKEN|PASSWORD|PASSWD|SECRET|AUTH_STRING|CONNECTION_STRING|"
+    "(?:API|ACCESS|SECRET|PRIVATE|STORAGE)_KEY)"
 )
 _KEY = re.compile(_SECRET_KEYS, re.IGNORECASE)
 # Text that may be a password ends at white space, quotes and angle brackets.
@@ -35,11 +41,21 @@ _PATTERNS = (
     (re.compile(r"(?<=%3A%2F%2F)[^\s'\"<>&/]+?%40", re.IGNORECASE), f"{MARK}%40"),
     # Parameters of a URL, of a database's connection string, and lines of a config.
     (
-        re.compile(rf"(?i)([?&;](?:[\w.-]*[_.-])?(?:{_SECRET_KEYS}|sig|signature)=)[^\s&;#'\"<>]+"),
+        re.compile(
+            rf"(?i)([?&;#](?:[\w.-]*[_.-])?(?:{_SECRET_KEYS}|sig|signature)=)[^\s&;#'\"<>]+"
+        ),
         rf"\g<1>{MARK}",
     ),
     (re.compile(r"(?i)\b((?:password|passwd|pwd)=)[^\s&;'\"<>]+"), rf"\g<1>{MARK}"),
     (re.compile(rf"(?im)^([ \t]*(?:- )?(?:{_SECRET_KEYS}): ).+$"), rf"\g<1>'{MARK}'"),
+    # JSON, also within JSON, arguments of a call, and variables of an environment.
+    (
+        re.compile(
+            rf"(?i)(\b(?:\w+[_-])?(?:{_UNMISTAKABLE})\\*['\"]?\s*[:=]\s*b?\\*['\"])[^'\"\\]+"
+        ),
+        rf"\g<1>{MARK}",
+    ),
+    (re.compile(rf"\b([A-Z][A-Z0-9_]*{_ENDS_OF_VARIABLES}=)[^\s'\"<>]{{8,}}"), rf"\g<1>{MARK}"),
     # Headers, and tokens that are known by their form.
     (
         re.compile(r"(?i)(\bauthorization['\"]?\s*[:=]\s*b?['\"]?)(?:\w+ )?[^\s'\",]+"),
@@ -49,14 +65,12 @@ _PATTERNS = (
     (
         re.compile(
             r"\b(?:hf_[A-Za-z0-9]{16,}|gh[pousr]_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}"
-            r"|sk-[\w-]{20,}|pn[ub]_\w{16,}|AKIA[0-9A-Z]{16})"
+            r"|sk-[\w-]{20,}|pn[ub]_\w{16,}|A[KS]IA[0-9A-Z]{16})"
         ),
         MARK,
     ),
 )
-_SECRET_VARIABLE = re.compile(
-    r"(?:TOKEN|PASSWORD|PASSWD|SECRET|AUTH_STRING|(?:API|ACCESS|SECRET|PRIVATE)_KEY)$"
-)
+_SECRET_VARIABLE = re.compile(rf"{_ENDS_OF_VARIABLES}$")
 _SHORTEST = 8
 """A shorter value of the environment is not looked for: it would be found in ordinary words."""
 

@@ -41,6 +41,13 @@ WITH_SECRETS = [
     f"Bearer {SECRET}{SECRET}",
     f"rewards:\n- name: x\n  api_key: {SECRET}\n",
     f"  password: '{SECRET}'",
+    f"https://host/x#access_token={SECRET}",
+    f"AccountName=a;AccountKey={SECRET}==;EndpointSuffix=core.windows.net",
+    f"[type=extra_forbidden, input_value={{'api_key': '{SECRET}'}}, input_type=dict]",
+    json.dumps({"said": json.dumps({"x-api-key": SECRET})}),
+    f"Client(api_key='{SECRET}', timeout=5)",
+    f"openai_api_key = '{SECRET}'",
+    f"exec: AWS_SECRET_ACCESS_KEY={SECRET} not found",
     f"ghp_{'a1' * 15} and hf_{'b2' * 17} and sk-{'c3' * 15} with http://u:{SECRET}@h",
 ]
 HARMLESS = [
@@ -52,6 +59,8 @@ HARMLESS = [
     "Basic authentication needs a password; the token ended",
     "write to someone@example.org, see https://example.org/a and b@c",
     "git@github.com:owner/name.git",
+    '{"token": " the", "tokens": ["a"], "api_key_env": "OPENAI_API_KEY", "top_token": "is"}',
+    "  POSTTRAIN_API_KEY=... posttrain serve-model models:/quickstart@champion --host 0.0.0.0",
     "a key of the environment: OPENAI_API_KEY (api_key_env: OPENAI_API_KEY)",
 ]
 
@@ -80,6 +89,8 @@ def test_what_is_not_secret_in_a_url_stays() -> None:
 def test_values_of_secret_variables_are_found_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "unusual-form-1")
     monkeypatch.setenv("HTTPS_PROXY", "http://me:p%40ss%2Fword1@proxy:1")
+    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", "of-an-account-1")
+    assert redacted("cannot open of-an-account-1") == "cannot open ***"
     assert redacted("the hub refuses unusual-form-1") == "the hub refuses ***"
     assert redacted("login p@ss/word1 failed") == "login *** failed"
 
