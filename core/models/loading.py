@@ -176,10 +176,7 @@ _PADDING = ("<|pad|>", "<pad>", "[PAD]", "<|finetune_right_pad_id|>", "<|vision_
 
 
 def _load(auto: type, path: Path, runtime: ModelRuntime, **extra: object) -> PreTrainedModel:
-    expected = (
-        "expected config.json, *.safetensors and a tokenizer of an architecture transformers knows"
-    )
-    with reading_model(f"model directory '{path}' cannot be loaded", expected), LOADING:
+    with LOADING:
         model = from_folder(
             auto,
             path,
@@ -212,7 +209,13 @@ def from_folder(
     attention: str,
     **extra: object,
 ) -> Any:
-    """The model in `path`; eager where its type does not know SDPA. `LOADING` must be held."""
+    """The model in `path`; eager where its type does not know SDPA. `LOADING` must be held.
+
+    Raises `ResourceError` for files of which none can be made.
+    """
+    expected = (
+        "expected config.json, *.safetensors and a tokenizer of an architecture transformers knows"
+    )
 
     def load(how: str) -> Any:
         return auto.from_pretrained(
@@ -225,12 +228,13 @@ def from_folder(
             **extra,
         )
 
-    try:
-        return load(attention)
-    except ValueError as error:
-        if attention != "sdpa" or "scaled_dot_product_attention" not in str(error):
-            raise
-        return load("eager")
+    with reading_model(f"model directory '{path}' cannot be loaded", expected):
+        try:
+            return load(attention)
+        except ValueError as error:
+            if attention != "sdpa" or "scaled_dot_product_attention" not in str(error):
+                raise
+            return load("eager")
 
 
 def attend_as(model: PreTrainedModel, runtime: ModelRuntime) -> None:

@@ -350,6 +350,29 @@ def test_a_damaged_model_is_refused_in_a_sentence(
     assert code in ((3, 4) if says else (0,)) and says in output, output
 
 
+@pytest.mark.parametrize(
+    ("arguments", "damage"),
+    [
+        (["chat", "model", "--prompt", "a"], write("model.safetensors", "x")),
+        (["export", "model", "out", "--gguf", "f16"], put("config.json", "hidden_size", value="x")),
+        (["plan", "a.yaml"], put("config.json", "hidden_size", value="x")),
+        (["plan", "a.yaml"], put("tokenizer.json", "model", value={"type": "None"})),
+    ],
+)
+def test_every_command_says_which_model_is_damaged(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    damage: Callable[[Path], object],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    damage(make_tiny_model(tmp_path / "model"))
+    Path("a.yaml").write_text(yaml.safe_dump({**RL, "model": "./model"}))
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code in (0, 4), result.output
+    assert "unexpected" not in result.output
+
+
 # --- rows ---------------------------------------------------------------------------------------
 
 
