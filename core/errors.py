@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from posttrain.core.redaction import redacted
 
@@ -57,6 +58,27 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
+
+
+def first_line(error: BaseException) -> str:
+    """The class of an error and the first line of what it says, with what its colon leads to."""
+    lines = [line.strip() for line in str(error).strip().splitlines()]
+    said = " ".join(lines[: 2 if lines[0].endswith(":") else 1])[:200] if lines else ""
+    return ": ".join(filter(None, (type(error).__name__, said)))
+
+
+@contextmanager
+def reading_model(what: str, expected: str) -> Iterator[None]:
+    """Raise `ResourceError` for whatever libraries raise while they read a model's files.
+
+    Their errors have no class in common: that of tokenizers is a bare `Exception`.
+    """
+    try:
+        yield
+    except (PosttrainError, MemoryError):
+        raise
+    except Exception as error:
+        raise ResourceError(f"{what}: {first_line(error)}; {expected}") from error
 
 
 MAX_NAMES = 12

@@ -41,13 +41,11 @@ def chat_text_of(
 
     `turns` gets the characters of what the template marks with `{% generation %}`.
     """
-    from jinja2 import TemplateError
-
     problem: Exception | None = None
     for form in _FORMS if any(m.tool_calls or m.role == "tool" for m in messages) else _FORMS[:1]:
         try:
             return _rendered(tokenizer, form(messages), tools, generation_prompt, turns)
-        except (TemplateError, TypeError, ValueError, LookupError) as error:
+        except Exception as error:  # a template is a program, which may raise anything
             problem = problem or error
     roles = ", ".join(message.role for message in messages)
     raise DataError(
@@ -187,7 +185,7 @@ def stored_ends(folder: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         values = json.loads(path.read_text("utf-8"))
         given = values.get("eos_token_id")
         derived = path.name == "config.json" or bool(values.get("_from_model_config"))
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise ResourceError(f"'{path}' is not a JSON object ({error}): restore the file") from error
     ids = given if isinstance(given, list) else [] if given is None else [given]
     if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):

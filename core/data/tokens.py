@@ -17,7 +17,7 @@ from posttrain.core.contracts import PromptGroup, Rendered, Renderer, SampledGro
 from posttrain.core.data.chat import TurnEnd, stored_ends, turn_end
 from posttrain.core.data.control import ControlTokens
 from posttrain.core.data.template import TemplateConfig, TemplateRenderer
-from posttrain.core.errors import ResourceError
+from posttrain.core.errors import ResourceError, reading_model
 from posttrain.core.types import (
     Completion,
     Message,
@@ -42,14 +42,12 @@ def load_tokenizer(path: Path, *, light: bool = False) -> PreTrainedTokenizerBas
     alone = light and (path / "tokenizer.json").is_file()
     # Any: two classes with one method in common. Either is imported when it is asked for.
     loader: Any = transformers.PreTrainedTokenizerFast if alone else transformers.AutoTokenizer
-    try:
+    expected = "expected the files that save_pretrained of a tokenizer writes"
+    with reading_model(f"model directory '{path}' has no usable tokenizer", expected):
         found: PreTrainedTokenizerBase = loader.from_pretrained(
             path, local_files_only=True, trust_remote_code=False
         )
-    except (OSError, ValueError) as error:
-        raise ResourceError(
-            f"model directory '{path}' has no usable tokenizer: {str(error).splitlines()[0]}"
-        ) from error
+        found("a")  # some settings are looked at by the first text alone
     # Rows that are too long for the model are counted by one rule, and reported in our own words.
     found.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
     return found

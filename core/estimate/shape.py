@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from transformers.pytorch_utils import Conv1D
 
 from posttrain.core.config.sections import LoraSection, ModelSection
+from posttrain.core.errors import ResourceError, reading_model
 from posttrain.core.models.lora import adaptable, kind_of
 from posttrain.core.models.source import BUNDLED_ID, bundled_gguf, known_folder
 
@@ -115,11 +116,12 @@ def find_model(section: ModelSection, cache: Path) -> KnownModel | None:
     """
     for source, options in _places(section, cache):
         try:
-            config = AutoConfig.from_pretrained(
-                source, local_files_only=True, trust_remote_code=False, **options
-            )
-            return KnownModel(shape_of(config), "counted from its config", source, options)
-        except (OSError, ValueError, ImportError, KeyError):
+            with reading_model(f"the config of '{source}'", "it is not used"):
+                config = AutoConfig.from_pretrained(
+                    source, local_files_only=True, trust_remote_code=False, **options
+                )
+                return KnownModel(shape_of(config), "counted from its config", source, options)
+        except ResourceError:
             continue  # not there, or an architecture that transformers cannot build
     match = re.search(r"(\d+(?:\.\d+)?)([MmBb])(?![A-Za-z])", Path(section.source).name)
     if match is None:

@@ -26,7 +26,7 @@ from posttrain.core.data.preference_files import read_preference_rows
 from posttrain.core.data.rows import data_rows
 from posttrain.core.data.steps import read_labelled_steps
 from posttrain.core.data.tokens import ChatTokenizer
-from posttrain.core.errors import PosttrainError
+from posttrain.core.errors import PosttrainError, reading_model
 from posttrain.core.estimate.shape import KnownModel
 from posttrain.core.math.splits import held_out_keys
 from posttrain.core.plugin_manager import PluginManager
@@ -192,9 +192,10 @@ def _tokenizer(model: KnownModel, data: RunData) -> ChatTokenizer | None:
     if model.source is None:
         return None
     try:
-        found = AutoTokenizer.from_pretrained(
-            model.source, local_files_only=True, trust_remote_code=False, **model.options
-        )
+        with reading_model(f"the tokenizer of '{model.source}'", "it is not used"):
+            found = AutoTokenizer.from_pretrained(
+                model.source, local_files_only=True, trust_remote_code=False, **model.options
+            )
         component = data.config.model.renderer
         renderer: Renderer[Any] = data.manager.build(Renderer, component.name, component.fields())
         return ChatTokenizer(found, data.config.model.system_prompt, renderer=renderer)

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from posttrain.core.data.tokens import ChatTokenizer
-from posttrain.core.errors import ResourceError
+from posttrain.core.errors import ResourceError, reading_model
 
 Json = Mapping[str, Any]  # Any: JSON values
 GgufType = Literal["f16", "q8_0"]
@@ -185,7 +185,9 @@ def _config(folder: Path, type: GgufType) -> Any:  # Any: of the model's type
     """The model's config; raises `ResourceError` for a type or setting that is not written."""
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    expected = "expected that of an architecture transformers knows"
+    with reading_model(f"model directory '{folder}' has no usable config.json", expected):
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     problem = ""
     if config.model_type not in ARCHITECTURES:
         problem = f"model type '{config.model_type}'"

@@ -20,7 +20,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from posttrain.core.errors import ResourceError, RunError
+from posttrain.core.errors import ResourceError, RunError, reading_model
 from posttrain.core.models.decoding import why_no_shared_keys, why_no_stream
 from posttrain.core.models.device import ModelRuntime
 from posttrain.core.models.linear import is_emulated, widen
@@ -89,12 +89,9 @@ def load_process_reward_model(path: Path, runtime: ModelRuntime) -> PreTrainedMo
 
     Of two labels, the second one is "right" (TRL's process reward models).
     """
-    try:
+    expected = "expected that of an architecture transformers knows"
+    with reading_model(f"model directory '{path}' has no usable config.json", expected):
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ResourceError(
-            f"model directory '{path}' has no usable config.json: {str(error).splitlines()[0]}"
-        ) from error
     heads, labels = ", ".join(config.architectures or []), config.num_labels
     if heads.endswith("ForTokenClassification") and labels in (1, 2):
         return _load(AutoModelForTokenClassification, path, runtime)
@@ -179,21 +176,14 @@ _PADDING = ("<|pad|>", "<pad>", "[PAD]", "<|finetune_right_pad_id|>", "<|vision_
 
 
 def _load(auto: type, path: Path, runtime: ModelRuntime, **extra: object) -> PreTrainedModel:
-    try:
-        with LOADING:
-            model = from_folder(
-                auto,
-                path,
-                torch.float32 if runtime.autocast else runtime.dtype,
-                runtime.plain_attention,
-                **extra,
-            )
-    except (OSError, ValueError) as error:
-        first = str(error).splitlines()[0]
-        raise ResourceError(
-            f"model directory '{path}' cannot be loaded: {first}; expected config.json, "
-            "*.safetensors and a tokenizer of an architecture transformers knows"
-        ) from error
+    with LOADING:
+        model = from_folder(
+            auto,
+            path,
+            torch.float32 if runtime.autocast else runtime.dtype,
+            runtime.plain_attention,
+            **extra,
+        )
     model.to(runtime.device)
     if names := non_finite_weights(model):
         raise ResourceError(
@@ -219,7 +209,13 @@ def from_folder(
     attention: str,
     **extra: object,
 ) -> Any:
-    """The model in `path`; eager where its type does not know SDPA. `LOADING` must be held."""
+    """The model in `path`; eager where its type does not know SDPA. `LOADING` must be held.
+
+    Raises `ResourceError` for files of which none can be made.
+    """
+    expected = (
+        "expected config.json, *.safetensors and a tokenizer of an architecture transformers knows"
+    )
 
     def load(how: str) -> Any:
         return auto.from_pretrained(
@@ -232,12 +228,13 @@ def from_folder(
             **extra,
         )
 
-    try:
-        return load(attention)
-    except ValueError as error:
-        if attention != "sdpa" or "scaled_dot_product_attention" not in str(error):
-            raise
-        return load("eager")
+    with reading_model(f"model directory '{path}' cannot be loaded", expected):
+        try:
+            return load(attention)
+        except ValueError as error:
+            if attention != "sdpa" or "scaled_dot_product_attention" not in str(error):
+                raise
+            return load("eager")
 
 
 def attend_as(model: PreTrainedModel, runtime: ModelRuntime) -> None:

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from posttrain.core.config.sections import LoraSection
-from posttrain.core.errors import ConfigError, ResourceError, RunError
+from posttrain.core.errors import ConfigError, ResourceError, RunError, reading_model
 from posttrain.core.runtime.seeding import generator
 
 if TYPE_CHECKING:  # plugins are listed without loading transformers
@@ -304,9 +304,10 @@ def merge_into(base: Path, adapter: Path, out: Path) -> None:
     from posttrain.core.data.tokens import load_tokenizer
 
     auto: Any = AutoModelForCausalLM  # Any: it is not typed
-    model = auto.from_pretrained(
-        base, dtype="auto", local_files_only=True, use_safetensors=True, trust_remote_code=False
-    )
+    with reading_model(f"model directory '{base}' cannot be loaded", "save the model again"):
+        model = auto.from_pretrained(
+            base, dtype="auto", local_files_only=True, use_safetensors=True, trust_remote_code=False
+        )
     shapes = {name: weight.shape for name, weight in model.state_dict().items()}
     check_adapter(adapter, shapes, experts=True)
     adapted: Any = PeftModel.from_pretrained(  # Any: its methods are not typed

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import ValidationError
+
 from posttrain.core.config.sections import ModelSection, RegisteredName, RunName
-from posttrain.core.errors import ResourceError, nearest
+from posttrain.core.errors import ConfigError, ResourceError, first_line, nearest
 from posttrain.core.runtime.files import irregular, whole_folder
 from posttrain.core.store.manifests import (
     ADAPTER,
@@ -38,6 +40,15 @@ class BaseModel:
     path: Path
     digest: str
     origin: str
+
+
+def given_model(option: str, source: str) -> ModelSection:
+    """The model that an option of a command names; raises `ConfigError` for a wrong form."""
+    try:
+        return ModelSection(source=source)
+    except ValidationError as error:
+        wrong = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise ConfigError(f"{option} {wrong}") from error
 
 
 def check_source(section: ModelSection) -> None:
@@ -252,7 +263,10 @@ def _check_vocabulary(path: Path, config: Mapping[str, Any]) -> None:
     ids = [vocab[text] for text in vocab] if isinstance(vocab, dict) else range(len(vocab or ()))
     largest = max((number for number in ids if type(number) is int), default=-1)
     named = _texts_in_use(path)
-    for token in tokenizer.get("added_tokens") or ():
+    added = tokenizer.get("added_tokens")  # of another form: whoever loads it says what is wrong
+    for token in added if isinstance(added, list) else ():
+        if not isinstance(token, dict):
+            continue
         number, text = token.get("id"), str(token.get("content"))
         if type(number) is int and (not token.get("special") or text in named):
             largest = max(largest, number)
@@ -266,15 +280,12 @@ def _check_vocabulary(path: Path, config: Mapping[str, Any]) -> None:
 
 def _refuse_own_code(path: Path) -> None:
     """Refuse a model that only code in its own directory can build: that code is never run."""
-    try:
-        config = json.loads((path / "config.json").read_text())
-    except (OSError, ValueError):
-        return  # whoever loads it says what is wrong
-    if not isinstance(config, dict) or not config.get("auto_map"):
+    config = _json_object(path / "config.json")
+    if not config.get("auto_map"):
         return
     from transformers import CONFIG_MAPPING
 
-    if config.get("model_type") not in CONFIG_MAPPING:
+    if str(config.get("model_type")) not in CONFIG_MAPPING:
         raise ResourceError(
             f"model directory '{path}' needs Python code of its own (auto_map in config.json, "
             f"model_type {config.get('model_type')!r}), and posttrain never runs a model's code: "
@@ -291,7 +302,7 @@ def _from_hub(section: ModelSection) -> tuple[Path | None, str]:
             section.source, revision=section.revision, allow_patterns=list(MODEL_PATTERNS)
         )
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        return None, f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        return None, first_line(error)
     if not list(Path(folder).glob("*.safetensors")):
         return None, "the repository has no *.safetensors"
     _refuse_own_code(Path(folder))

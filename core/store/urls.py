@@ -36,7 +36,10 @@ def checked(text: str) -> str:
     if scheme.lower() == "file":
         rest = f"/{rest}"
     url = f"{scheme.lower()}://{rest}".rstrip("/")
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:  # such as an IPv6 address without its end
+        raise ConfigError(f"store {address(url)}: is not a URL ({error}); correct it") from error
     if "@" in parts.netloc or parts.query or parts.fragment:
         raise ConfigError(
             f"store {address(url.partition('?')[0])}: a URL with a user, a password or options is "

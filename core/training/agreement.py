@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.data.tokens import response_batch
-from posttrain.core.errors import ResourceError
+from posttrain.core.errors import ResourceError, first_line
 from posttrain.core.models.decoding import why_no_shared_keys, widest_window
 from posttrain.core.models.layers import backbone_of
 from posttrain.core.models.paths import (
@@ -105,11 +105,6 @@ def raised_in(model: Any, error: BaseException) -> bool:  # Any: model classes a
         or str(frame.f_globals.get("__name__")).startswith("transformers.")
         for frame in frames
     )
-
-
-def first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0][:200]}" if text else type(error).__name__
 
 
 def _lengths(window: int | None) -> list[tuple[tuple[int, ...], tuple[tuple[int, int], ...]]]:

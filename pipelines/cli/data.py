@@ -57,8 +57,9 @@ def show(
     """Show what FILE is taken for, some rows with what is learned, lengths and problems."""
     from posttrain.core.config.sections import ModelSection
     from posttrain.core.data.overview import overview  # torch and transformers take seconds
+    from posttrain.core.models.source import given_model
 
-    section = ModelSection() if model is None else ModelSection(source=model)
+    section = ModelSection() if model is None else given_model("--model", model)
     tokenizer = _tokenizer(section, context, needed=model is not None)
     found = overview(file, rows, tokenizer)
     limit = max_model_len or section.max_model_len

@@ -251,10 +251,9 @@ def default_data() -> str:
 
 
 def _a_model(name: str) -> str:
-    from posttrain.core.config.sections import ModelSection
-    from posttrain.core.models.source import check_source
+    from posttrain.core.models.source import check_source, given_model
 
-    check_source(ModelSection(source=name))
+    check_source(given_model("--model", name))
     return name
 
 

@@ -232,9 +232,9 @@ def check(
     if tokenizer is not None:
         if not tokenizer.is_dir():
             raise ConfigError(f"--tokenizer {tokenizer}: there is no such folder; name a model's")
-        from transformers import AutoTokenizer
+        from posttrain.core.data.tokens import load_tokenizer
 
-        loaded = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
+        loaded = load_tokenizer(tokenizer)
     results, failed = [], 0
     for entry in found:
         findings = run_checks(Subject(entry, manager, fields, loaded))

@@ -264,6 +264,19 @@ def test_a_hub_model_that_is_not_here_is_reported_as_not_checked(tmp_path: Path)
     assert code == 4 and "neither a directory nor the id of a model" in output
 
 
+@pytest.mark.parametrize("source", ["models:/a/b/c", "models:/a/\u00b2", "runs:/xyz", "runs:/"])
+@pytest.mark.parametrize("command", [["init", "made", "--yes"], ["data", "show", "rows.jsonl"]])
+def test_an_option_that_names_no_model_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str], source: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text('{"prompt": "1+1?", "answer": "2"}\n')
+    result = CliRunner().invoke(app, [*command, "--model", source])
+    assert result.exit_code == 2, result.output
+    assert result.stderr.startswith(f"error: --model '{source}' names no r")
+    assert not Path("made").exists()
+
+
 def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path: Path) -> None:
     tokenizer = make_tiny_tokenizer()
     model = make_tiny_model(tmp_path / "model", tokenizer=tokenizer)
@@ -278,6 +291,86 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path: Path) -> Non
     (model / "tokenizer.json").write_text("[" * 100_000)
     with pytest.raises(ResourceError, match="cannot be read as JSON"):
         check_source(ModelSection(source=str(model)))
+
+
+def put(file: str, *place: str | int, value: object) -> Callable[[Path], object]:
+    """What puts `value` at a place of a model's JSON file."""
+
+    def change(model: Path) -> None:
+        whole = json.loads((model / file).read_text())
+        holder = whole
+        for key in place[:-1]:
+            holder = holder[key]
+        holder[place[-1]] = value
+        (model / file).write_text(json.dumps(whole))
+
+    return change
+
+
+def write(file: str, data: str) -> Callable[[Path], object]:
+    return lambda model: (model / file).write_text(data)
+
+
+TEMPLATE = "chat_template.jinja"
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (write("config.json", "[" * 100_000), "cannot be read as JSON"),
+        (write("config.json", "[]"), "is not a file with a JSON object"),
+        (put("config.json", "num_attention_heads", value=10**30), "cannot be loaded: "),
+        (
+            put("config.json", "attention_dropout", value=True),
+            "Field 'attention_dropout' with",
+        ),
+        (put("config.json", "hidden_size", value="x"), "cannot be loaded: "),
+        (put("config.json", "auto_map", value={"a": "b"}), ""),
+        (write("model.safetensors", ""), "cannot be loaded: SafetensorError"),
+        (write("model.safetensors", "[]"), "cannot be loaded: SafetensorError"),
+        (put("tokenizer.json", "added_tokens", value=3), "has no usable tokenizer: TypeError"),
+        (put("tokenizer.json", "added_tokens", 1, value=["x"]), "has no usable tokenizer: "),
+        (put("tokenizer.json", "post_processor", value=[[1]]), "has no usable tokenizer: "),
+        (put("tokenizer.json", "truncation", value={}), "has no usable tokenizer: "),
+        (put("tokenizer_config.json", "model_max_length", value=[]), "has no usable tokenizer: "),
+        (write("generation_config.json", "[" * 100_000), "is not a JSON object"),
+        (write(TEMPLATE, "{{ 1/0 }}"), "chat template refuses the prompt's messages"),
+        (write(TEMPLATE, "{% for i in range(10**9) %}{% endfor %}"), "chat template refuses"),
+        (write(TEMPLATE, "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}"), "recursion depth"),
+    ],
+)
+def test_a_damaged_model_is_refused_in_a_sentence(
+    tmp_path: Path, damage: Callable[[Path], object], says: str
+) -> None:
+    model = make_tiny_model(tmp_path / "model")
+    damage(model)
+    stage = {"kind": "sft", "inputs": {"model": "base"}, "steps": 1}
+    made = {"source": str(model), "dtype": "float32"}
+    code, output = validate(tmp_path, {"task": "arithmetic", "model": made, "stages": {"a": stage}})
+    assert code in ((3, 4) if says else (0,)) and says in output, output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "damage"),
+    [
+        (["chat", "model", "--prompt", "a"], write("model.safetensors", "x")),
+        (["export", "model", "out", "--gguf", "f16"], put("config.json", "hidden_size", value="x")),
+        (["plan", "a.yaml"], put("config.json", "hidden_size", value="x")),
+        (["plan", "a.yaml"], put("tokenizer.json", "model", value={"type": "None"})),
+    ],
+)
+def test_every_command_says_which_model_is_damaged(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    damage: Callable[[Path], object],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    damage(make_tiny_model(tmp_path / "model"))
+    Path("a.yaml").write_text(yaml.safe_dump({**RL, "model": "./model"}))
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code in (0, 4), result.output
+    assert "unexpected" not in result.output
 
 
 # --- rows ---------------------------------------------------------------------------------------

@@ -225,3 +225,8 @@ def test_what_fails_to_be_sent_is_reported_and_holds_up_nothing() -> None:
     assert news.startswith(
         "stage sft was not sent to the store s3://bucket: ValueError: an answer that"
     )
+
+
+def test_an_address_that_is_no_url_is_refused() -> None:
+    with pytest.raises(ConfigError, match="store .*: is not a URL .*; correct it"):
+        urls.checked("s3://[::1/stages")
