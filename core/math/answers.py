@@ -26,15 +26,16 @@ def numbers_in(text: str) -> list[str]:
 
 
 _CURRENCY_SIGN = r"(?:US)?\\?\$|[€£¥₹]"
-_SPACE = r"(?:,|\{,\}|[\u00a0\u2009\u202f']|\\,)"
+_SPACE = r"(?:,|\{,\}|[\u00a0\u2009\u202f'\u2019]|\\,)"
 _PLAIN = rf"(?:[1-9][0-9]{{0,2}}(?:{_SPACE}[0-9]{{3}})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
 _EXPONENT = r"\{\s*[+-]?[0-9]+\s*\}|\(\s*[+-]?[0-9]+\s*\)|[+-]?[0-9]+"
 _TIMES = r"\s*(?:\\times|\\cdot|[×·⋅*xX])\s*"
 _STATED = re.compile(
-    rf"(?P<sign>(?<![0-9A-Za-z)\]}}])[+-]\s?(?=(?:{_CURRENCY_SIGN})|\\[dt]?frac|[0-9.]))?"
+    rf"(?P<sign>(?<![0-9A-Za-z)\]}}])(?!(?<=[0-9)\]}}]\s)[+-]\s)[+-]\s?"
+    rf"(?=(?:{_CURRENCY_SIGN})|\\[cdt]?frac|[0-9.]))?"
     rf"(?:{_CURRENCY_SIGN})?\s?(?P<late>(?<=[$€£¥₹])[+-])?"
-    rf"(?:(?P<whole>(?:{_PLAIN})\s*)??\\[dt]?frac\s*"
-    r"(?:\{\s*(?P<over>[0-9]+)\s*\}\s*\{\s*(?P<under>[0-9]+)\s*\}|(?P<short>[1-9][1-9]))"
+    rf"(?:(?P<whole>(?:{_PLAIN})\s*)??\\[cdt]?frac\s*(?:\{{\s*(?P<over>-?(?:{_PLAIN}))\s*\}}"
+    rf"\s*\{{\s*(?P<under>-?(?:{_PLAIN}))\s*\}}|(?P<short>[1-9]\s*[1-9])(?![0-9]))"
     rf"|(?<![0-9^_])(?P<number>{_PLAIN})"
     rf"(?:[eE](?P<e>[+-]?[0-9]+)(?![0-9A-Za-z])"
     rf"|{_TIMES}10\s*(?:\^|\*\*)\s*(?P<times>{_EXPONENT})"
@@ -51,14 +52,16 @@ _REMARK = re.compile(r"\\pmod\s*\{[^{}]*\}|\(\s*\\?[A-Za-z][^()]*\)|\b(?:mod|mod
 _MAX_POWER = 1000
 _WIDE = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | {0x3000: " "}
 _HYPHENS = re.compile(r"[\u2010-\u2013\ufe63\u2212]|\u2014(?=\s?[$0-9.])")
-_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
-_RAISED = re.compile("[⁻⁺]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+")
+_SMALL = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ₀₁₂₃₄₅₆₇₈₉ₙ", "0123456789-+n0123456789n")
+_RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ]+")
+_LOWERED = re.compile("[₀₁₂₃₄₅₆₇₈₉ₙ]+")
 
 
 def ascii_digits(text: str) -> str:
-    """Full-width characters, dashes before numbers and raised digits in their plain form."""
+    """Full-width characters, dashes before numbers, raised and lowered digits in plain form."""
     narrow = _HYPHENS.sub("-", text.translate(_WIDE))
-    return _RAISED.sub(lambda m: "^{" + m.group().translate(_SUPERSCRIPTS) + "}", narrow)
+    narrow = _LOWERED.sub(lambda m: "_{" + m.group().translate(_SMALL) + "}", narrow)
+    return _RAISED.sub(lambda m: "^{" + m.group().translate(_SMALL) + "}", narrow)
 
 
 def stated_numbers(text: str) -> list[str]:
@@ -81,15 +84,17 @@ def _spelled(match: re.Match[str]) -> str:
 def _reading(match: re.Match[str]) -> str | None:
     """The number as an integer, a decimal or a fraction."""
     part = match.groupdict()
+    if len(match.group()) > MAX_DIGITS and part["number"] != match.group():
+        return None
     minus = "-" in ((part["sign"] or "") + (part["late"] or ""))
     sign = "-" if minus else ""
     if part["number"] is None:
-        top, bottom = part["over"] or part["short"][0], part["under"] or part["short"][1]
-        if not int(bottom):
+        short = part["short"] or "  "
+        top, bottom = (_signed(part["over"] or short[0]), _signed(part["under"] or short[-1]))
+        if not bottom:
             return None
-        value = Fraction(int(top), int(bottom))
-        whole = part["whole"]
-        return sign + str(value + Fraction(_digits(whole)) if whole else value)
+        value = top / bottom + (Fraction(_digits(part["whole"])) if part["whole"] else 0)
+        return str(-value if minus else value)
     number = _digits(part["number"])
     exponent = part["e"] or part["times"]
     if exponent:
@@ -97,7 +102,7 @@ def _reading(match: re.Match[str]) -> str | None:
         return f"{sign}{number}e{power}" if abs(power) <= _MAX_POWER else None
     if part["power"]:
         power = int(part["power"].strip("{}() "))
-        if abs(power) > _MAX_POWER or len(number) > 20 or (power < 0 and not Fraction(number)):
+        if abs(power) * len(number) > MAX_DIGITS or (power < 0 and not Fraction(number)):
             return None
         return sign + str(Fraction(number) ** power)
     if part["slash"]:
@@ -105,6 +110,10 @@ def _reading(match: re.Match[str]) -> str | None:
     if part["top"]:
         return f"{sign}{Fraction(number) + Fraction(int(part['top']), int(part['bottom']))}"
     return sign + number
+
+
+def _signed(text: str) -> Fraction:
+    return Fraction(_digits(text)) * (-1 if text.startswith("-") else 1)
 
 
 def _digits(text: str) -> str:
@@ -158,14 +167,17 @@ def _ascii_minus(text: str) -> str:
 
 
 _BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
-_CURRENCY = re.compile(r"\\?\$|[€£¥₹]")
+_CURRENCY = re.compile(r"\\?\$|[€£¥₹¢]")
 _THOUSANDS = re.compile(r"(?<=[0-9])(?:,|\{,\}|\\[,;:! ]| )(?=[0-9]{3}(?![0-9]))")
 _NUMBER = r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
 _MIXED = re.compile(r"([+-]?)\s*([0-9]+)\s+([0-9]+)\s*/\s*([0-9]+)")
 _SCIENTIFIC = re.compile(rf"([+-]?{_NUMBER})[eE]([+-]?[0-9]+)")
+# A letter that is a factor, not a unit: 5 x, 2 i, 3 e.
+_FACTOR = r"(?:[abceijknpqrtuvwxyzXYZ]|[xyz]+)(?![A-Za-z])"
 # "18", "-3/4", "50 %", "5 apples", "12 cm^2": a number, perhaps a fraction, perhaps with its unit.
 _WITH_UNIT = re.compile(
-    rf"([+-]?\s*{_NUMBER}(?:\s*/\s*[0-9]+)?)(?:\s*(\\?%)|\s+[A-Za-z][A-Za-z .]*(?:\^?[23])?)?"
+    rf"([+-]?\s*{_NUMBER}(?:\s*/\s*[0-9]+)?)"
+    rf"(?:\s*(\\?%)|\s+(?!{_FACTOR})[A-Za-z][A-Za-z .]*(?:\^?[23])?)?"
 )
 _TWO_NUMBERS = re.compile(r"[0-9.]\s+[0-9.]")
 _VULGAR = re.compile(r"(?<=[0-9])(?=[\u00bc-\u00be\u2150-\u215e])")
@@ -214,7 +226,9 @@ _SIGNS = {
     "\u2264": r"\le ", "\u2265": r"\ge ", "\u2260": r"\ne ", "\u00b1": r"\pm ",
     "\u03c0": r"\pi ", "\u221e": r"\infty ", "\u222a": r"\cup ", "\u2229": r"\cap ",
     "\u2208": r"\in ", "\u00b0": r"^\circ ", "\u2205": r"\emptyset ", "\u3001": ",",
-    "\u2044": "/",
+    "\u2044": "/", "\u211d": r"\mathbb{R}", "\u2124": r"\mathbb{Z}", "\u2115": r"\mathbb{N}",
+    "\u211a": r"\mathbb{Q}", "\u2102": r"\mathbb{C}", "\u2103": r"^\circ ", "\u2032": "'",
+    "\u2261": r"\equiv ", "~": " ",
 }  # fmt: skip
 _ROOT = re.compile("\u221a\\s*(?:\\(([^()]*)\\)|([0-9]+|[A-Za-z]))")
 # Its parser reads an argument of a logarithm to a base in parentheses only.
@@ -222,6 +236,27 @@ _LOGARITHM = re.compile(r"\\log_\{?([0-9]+|[a-z])\}?\s*\{?([0-9]+|(?<=[ }])[a-z]
 _REPEATING = re.compile(
     r"(?<![0-9.])(?P<whole>[0-9]{0,50})\.(?P<fixed>[0-9]{0,50})"
     r"\\(?:overline|bar|dot)\s*(?:\{\s*(?P<cycle>[0-9]{1,50})\s*\}|(?P<digit>[0-9]))"
+)
+_DEGREES = r"\s*(?:\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-z]))|\\degree(?![a-z]))"
+_LAYOUT = [  # LaTeX that changes how an answer looks, and the forms that the parser does not read
+    (r"\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])\s*", ""),
+    (r"\\(?:(?:display|text)style|bf|rm|it|sf|tt|[lL]arge|small)(?![a-zA-Z])\s*", ""),
+    (r"\\(?:text)?color\s*\{[^{}]*\}|\\h(?:space|skip)\s*\{[^{}]*\}|\\underline(?![a-z])", ""),
+    (r"\^\s*\{?\s*(?:\\(?:text|mathrm)\s*\{)?\s*(?:st|nd|rd|th)\s*\}{0,2}(?![A-Za-z])", ""),
+    (r"\\(mathbb|mathbf|mathrm)\s+([A-Za-z])(?![A-Za-z])", r"\\\1{\2}"),
+    (r"\\[cdt]?frac\s+([0-9])\s+([0-9])(?![0-9])", r"\\frac{\1}{\2}"),
+    (rf"{_DEGREES}(?:\s*[CF](?![A-Za-z]))?", r"^\\circ "),
+    (r"\\lg(?![a-zA-Z])", r"\\log_{10}"),
+    (r"(?<![A-Za-z\\])log(?=_)", r"\\log"),
+    (r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi"),
+    (r"\\sqrt\s*\[\s*([0-9]+)\s*\]\s*([0-9])", r"\\sqrt[\1]{\2}"),
+]
+_TRIGONOMETRY = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
+_ANGLE = re.compile(rf"({_NUMBER})\^\\circ ?")
+_PRIMED = re.compile(r"(?<![A-Za-z\\])([A-Za-z])('+)(?![A-Za-z])")
+_WHOLE_TEXT = re.compile(r"\\(?:text(?:bf|it|rm)?|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
+_BUILDER = re.compile(
+    r"\\\{\s*[a-zA-Z]\s*(?:\\in\s*\\mathbb\{R\}\s*)?(?:\\mid(?![a-z])|[|:])(.*[<>=\\].*)\\\}"
 )
 _STOPS = ".,;:?。，、；：？！ \t\n"
 _OPEN, _CLOSE = "([{", ")]}"
@@ -233,13 +268,20 @@ def normal(answer: str) -> str:
     text = _ROOT.sub(lambda m: rf"\sqrt{{{m[1] or m[2]}}}", ascii_digits(text))
     text = "".join(_SIGNS.get(character, character) for character in text)
     text = unicodedata.normalize("NFKC", text).replace("\u2044", "/").replace("\u2212", "-")
-    text = re.sub(r"\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])\s*|\\displaystyle", "", text)
+    for form, plain in _LAYOUT:
+        text = re.sub(form, plain, text)
+    if _TRIGONOMETRY.search(text):
+        text = _ANGLE.sub(r"\\frac{\1\\pi}{180}", text)
+    text = _PRIMED.sub(lambda m: f"{m[1]}_{{{'prime' * len(m[2])}}}", text)
     text = text.replace(r"\langle", "(").replace(r"\rangle", ")").replace("\\lbrace", "\\{")
     text = text.replace("\\rbrace", "\\}").replace(r"\lbrack", "[").replace(r"\rbrack", "]")
     text = _LOGARITHM.sub(r"\\log_{\1}(\2)", text).replace(r"\varnothing", r"\emptyset")
     text = _REPEATING.sub(_as_fraction, text)
     text = _CURRENCY.sub("", text).strip().strip("*_`\"'").strip()
-    return re.sub(r"(?:\\[,;:! ]|[.,;:?\s])+\Z", "", text) if len(text) > 1 else text
+    if inside := _WHOLE_TEXT.fullmatch(text) or _BUILDER.fullmatch(text):
+        text = inside[1]
+    text = re.sub(r"\A(?:\\(?:[,;:! ]|q?quad(?![a-z])|approx(?![a-z]))|[\s=])+", "", text)
+    return re.sub(r"(?:\\+[,;:! ]?|[.,;:?\s])+\Z", "", text) if len(text) > 1 else text
 
 
 def _as_fraction(match: re.Match[str]) -> str:
@@ -262,6 +304,39 @@ def number_in_base(text: str) -> int | None:
         return int(found[1], int(found[2]))
     except ValueError:
         return None
+
+
+_MOD = r"\(?\s*(?:\\[pb]?mod|(?:\\text\s*\{)?\s*mod\s*\}?)\s*\{?\s*([1-9][0-9]{0,20})\s*\}?\s*\)?"
+_CONGRUENCE = re.compile(rf"(?:[a-zA-Z]\s*\\equiv\s*)?(-?[0-9]{{1,20}})\s*{_MOD}")
+
+
+def residue(text: str) -> tuple[int, int] | None:
+    r"""Number and modulus of "7 \pmod{12}", "7 (mod 12)", "x \equiv 7 \pmod{12}"; else None."""
+    found = _CONGRUENCE.fullmatch(text)
+    return (int(found[1]), int(found[2])) if found else None
+
+
+_CLOCK = re.compile(r"([0-9]{1,2})(?::([0-9]{2}))?\s*(?:\\text\s*\{)?\s*([apAP])\.?[mM]\.?\s*\}?")
+
+
+def time_of_day(text: str) -> int | None:
+    """The minute of the day of "6 PM", "10:30 a.m."; None without AM or PM."""
+    found = _CLOCK.fullmatch(text)
+    if found is None:
+        return None
+    return int(found[1]) % 12 * 60 + int(found[2] or 0) + 720 * (found[3] in "pP")
+
+
+_TIMES_OF = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9}
+_MULTIPLE = re.compile(
+    rf"({_NUMBER})\s*(?:\\text\s*\{{)?\s*({'|'.join(_TIMES_OF)})(?![a-z])([^{{}}]*)\}}?"
+)
+
+
+def multiplied(answer: str) -> str | None:
+    """ "2 million" and "2.5 thousand dollars" as 2000000 and 2500 dollars; else None."""
+    found = _MULTIPLE.fullmatch(answer) if len(answer) < 100 else None
+    return f"{Fraction(found[1]) * _TIMES_OF[found[2]]}{found[3]}" if found else None
 
 
 _CHOICE = re.compile(r"\(?([A-Z])\)?")
@@ -332,7 +407,12 @@ _BETWEEN = re.compile(
 
 
 def as_interval(answer: str) -> str:
-    r"""An inequality in one letter as the interval that it means; other answers as they are."""
+    r"""An inequality in one letter as the interval that it means, and a ratio of three or more as
+    the point of its quotients by the first; other answers as they are.
+    """
+    ratio = answer.split(":")
+    if len(ratio) > 2:
+        return "(" + ", ".join(rf"\frac{{{one}}}{{{ratio[0]}}}" for one in ratio) + ")"
     text = answer.replace(r"\lt", "<").replace(r"\gt", ">").strip()
     if member := re.fullmatch(r"[a-zA-Z]\s*\\in(?![a-z])\s*(.+)", text):
         return member[1]
@@ -445,6 +525,8 @@ def final_number(text: str) -> str | None:
         return marked
     boxed = last_boxed(text)
     if boxed is not None:
+        if inside := _WHOLE_TEXT.fullmatch(boxed.strip()):
+            boxed = inside[1]
         plain = _DRESSING.sub(_undressed, _UNIT_POWER.sub("", ascii_digits(boxed)))
         stated = stated_numbers(plain)
         written = numbers_in(_EXPONENTS.sub("", plain))

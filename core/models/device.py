@@ -8,6 +8,7 @@ import sys
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from posttrain.core.config.sections import ModelSection
 from posttrain.core.errors import ResourceError
@@ -77,3 +78,12 @@ class ModelRuntime:
             return self.attention
         eager = self.device.type == "cpu" and not is_emulated(self.dtype, self.device)
         return "eager" if eager else "sdpa"
+
+
+def require_numbers(found: Tensor, what: str) -> None:
+    """Raise `ResourceError` if a model gave NaN; -inf is the log-prob of a token it excludes."""
+    if found.isnan().any():
+        raise ResourceError(
+            f"the model gives {what} that are not numbers (NaN): its weights are damaged, or too "
+            "large for model.dtype; set model.dtype: float32, or choose another model"
+        )

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from posttrain.core.errors import ConfigError, DataError, RunError
 from posttrain.core.math.nucleus import Cut, nucleus
+from posttrain.core.models.device import require_numbers
 from posttrain.core.types import SamplingParams
 
 # Tokens without a character of their own (a part of one, a special token) that may stand among
@@ -203,7 +204,9 @@ def _blocks(rows: Tensor) -> tuple[Tensor, ...]:
 def _draw_block(logits: Tensor, uniforms: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
     if params.temperature == 0:
         best, ids = logits.float().max(dim=-1)
-        return ids, best - logits.float().logsumexp(dim=-1)
+        logprobs = best - logits.float().logsumexp(dim=-1)
+        require_numbers(logprobs, "logits")
+        return ids, logprobs
     scores, kept = logits, None
     if params.temperature != 1:
         scores = scores.float() / params.temperature
@@ -230,6 +233,7 @@ def _invert(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     runs = weights.view(rows, -1, RUN)
     sums = runs.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
     total = sums[:, -1]
+    require_numbers(total, "logits")
     targets = (uniforms * total)[:, None]
     # right=True: the first entry *above* the target, so a token of probability 0 is never drawn.
     run = torch.searchsorted(sums, targets, right=True)

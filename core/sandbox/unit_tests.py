@@ -180,18 +180,7 @@ def _call(name: str, given: object, wanted: object, number: int) -> UnitTest:
     else:
         arguments = ", ".join(map(repr, given if isinstance(given, list) else [given]))
     call = f"{_function(name)}({arguments})"
-    if isinstance(wanted, float):
-        bound = TOLERANCE * max(1.0, abs(wanted))
-        return UnitTest(code=f"assert abs(float({call}) - {wanted!r}) <= {bound!r}")
-    if isinstance(wanted, list):
-        # JSON has no tuples, and APPS wraps the value in a list of one.
-        plain = "list(_got) if isinstance(_got, tuple) else _got"
-        if len(wanted) == 1:
-            inner = "isinstance(_got[0], list)" if isinstance(wanted[0], list) else "True"
-            plain = f"_got if isinstance(_got, list) and len(_got) == 1 and {inner} else [_got]"
-            plain = f"list(_got) if isinstance(_got, tuple) and len(_got) == 1 else {plain}"
-        return UnitTest(code=f"_got = {call}\nassert ({plain}) == {wanted!r}")
-    return UnitTest(code=f"assert {call} == {wanted!r}")
+    return UnitTest(code=f"__equals_json({call}, {wanted!r}, {TOLERANCE!r})")
 
 
 @dataclass(frozen=True, slots=True)

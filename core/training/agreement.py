@@ -22,6 +22,7 @@ from posttrain.core.batch import RolloutBatch
 from posttrain.core.data.tokens import response_batch
 from posttrain.core.errors import ResourceError, first_line
 from posttrain.core.models.decoding import why_no_shared_keys, widest_window
+from posttrain.core.models.device import require_numbers
 from posttrain.core.models.layers import backbone_of
 from posttrain.core.models.paths import (
     EAGER,
@@ -89,6 +90,8 @@ def settle(passes: Passes) -> None:
                 f"model type '{kind}' cannot be used here: its forward pass fails "
                 f"({first_line(error)}); choose another model"
             ) from error
+        for one in wanted:
+            require_numbers(one, "states" if classifies else "log-probs")
         _settle_passes(passes, list(zip(probes, wanted, strict=True)))
 
 

@@ -29,10 +29,13 @@ from posttrain.core.math.answers import (
     is_number,
     large_integer,
     last_boxed,
+    multiplied,
     normal,
     number_in_base,
     parts,
+    residue,
     same_number,
+    time_of_day,
 )
 from posttrain.core.types import Problem, RewardSample, Score, ScoreStatus
 
@@ -134,11 +137,9 @@ class MathAccuracyReward(Reward[MathAccuracyConfig]):
                 return Score(1.0)
             if is_chosen(gold, answer):
                 return Score(1.0)
-            left, right = number_in_base(gold), number_in_base(answer)
-            if left is None or right is None:
-                left, right = large_integer(gold), large_integer(answer)
-            if left is not None and right is not None:
-                return Score(float(left == right), detail="" if left == right else f"read {found}")
+            if (same := _same_value(gold, answer)) is not None:
+                return Score(float(same), detail="" if same else f"read {found}")
+            reference, found = _without_modulus(reference), _without_modulus(found)
         text = sample.text[-self.config.max_chars :]
         _warm()
         value, status, detail = in_bounded_time(lambda: self._compare(reference, found, text))
@@ -214,12 +215,38 @@ def _unreadable(reference: str) -> str:
 
 
 def _same_text(left: str, right: str) -> bool:
-    return bracket_depth(left) <= MAX_DEPTH and "".join(left.split()) == "".join(right.split())
+    return bracket_depth(left) <= MAX_DEPTH and _without_blanks(left) == _without_blanks(right)
+
+
+def _without_blanks(text: str) -> str:
+    """Those between two digits stay, as one: 1 1/2 is not 11/2."""
+    return " ".join(re.sub(r"(?<![0-9.])\s+|\s+(?![0-9.])", "", text).split())
+
+
+def _same_value(gold: str, answer: str) -> bool | None:
+    """Whether both state the same number in a base, integer, time or residue; None for others."""
+    for read in (number_in_base, large_integer, time_of_day):
+        left, right = read(gold), read(answer)
+        if left is not None and right is not None:
+            return left == right
+    wanted, found = residue(gold), residue(answer)
+    if wanted is None or found is None:
+        return None
+    return wanted[1] == found[1] and (wanted[0] - found[0]) % wanted[1] == 0
+
+
+def _without_modulus(answer: str) -> str:
+    found = residue(normal(answer))
+    return answer if found is None else str(found[0])
 
 
 def _readings(answer: str) -> list[str]:
-    """The answer as LaTeX; "1,100" is a number, and is a list as well."""
+    """The answer as LaTeX; "1,100" is a number, and is a list as well; "2 million" is 2, of which
+    the unit is dropped, and 2000000.
+    """
     plain = normal(answer)
+    if number := multiplied(plain):
+        return [as_latex(answer), as_latex(number)]
     # 1,000 is not a list: nobody writes 000 for a part.
     listed = re.sub(r"(?<=[0-9]),(?=0(?![0-9])|[1-9])", ", ", plain)
     first = as_latex(answer)

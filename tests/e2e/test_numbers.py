@@ -93,6 +93,20 @@ def test_a_gradient_that_is_not_finite_ends_the_run_or_is_skipped(tmp_path: Path
     assert done.result["stages"]["sft"]["status"] == "cached"
 
 
+def test_nothing_is_measured_of_a_model_that_gives_nan(tmp_path: Path) -> None:
+    made = make_tiny_model(tmp_path / "model", tied=False)
+    model = AutoModelForCausalLM.from_pretrained(made)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.fill_(torch.nan)
+    model.save_pretrained(made)
+    config = tiny_config(made)
+    config["stages"] = {"said": {"kind": "evaluate", "inputs": {"model": "base"}}}
+    home = prepared(tmp_path / "home")
+    done = run_command("run", str(write_config(tmp_path / "run.yaml", config)), "--home", str(home))
+    assert done.code == 4 and "that are not numbers (NaN)" in done.text, done.text
+    assert not list((home / "artifacts").glob("*said-*")), "nothing is stored"
+
+
 def with_adapters(model: Path) -> dict[str, Any]:
     config = tiny_config(model)
     stages = config["stages"]

@@ -31,6 +31,18 @@ def test_mathematical_answers_in_a_box() -> None:
     assert len(rows) >= 150 and not wrong
 
 
+@pytest.mark.parametrize(
+    "form", ["{n}", "-{n}", "{n}/3", "1/{n}", "{n} 1/2", "2^{n}", "1e{n}", "\\frac{{{n}}}{{3}}"]
+)
+@pytest.mark.parametrize("around", ["{}", "#### {}", "\\boxed{{{}}}", "\\boxed{{\\text{{{}}}}}"])
+@pytest.mark.parametrize("digits", [20, 4200, 5000])
+def test_no_number_is_too_long_to_be_read_or_left_out(form: str, around: str, digits: int) -> None:
+    for text in (form.format(n="9" * digits), "9" * 20 + "^1000"):
+        for read in (last_number, final_number):
+            found = read(around.format(text))
+            assert found is None or not same_number(found, "7")
+
+
 def test_the_last_number_of_a_text() -> None:
     rows = table("last_numbers.tsv")
     wrong = []
@@ -57,6 +69,8 @@ def test_the_last_number_of_a_text() -> None:
         ("####\n8", "8"),
         ("#### − 8", "-8"),
         ("#### 16/2", "8"),
+        ("\\boxed{\\text{8}}", "8"),
+        ("\\boxed{\\text{8 apples}}", "8"),
     ],
 )
 def test_the_final_number_of_gsm8k(text: str, number: str | None) -> None:

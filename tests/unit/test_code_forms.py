@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from posttrain.core.sandbox.harness import equals_json
 from posttrain.core.sandbox.unit_tests import _same_output, read_tests
 from posttrain.plugins.rewards.code_tests import program_in
 
@@ -107,7 +108,7 @@ def solves(code: str, tests: object, entry_point: str = "") -> bool:
     text = tests if isinstance(tests, str) else json.dumps(tests)
     try:
         for test in read_tests(text, entry_point):
-            names: dict[str, object] = {}
+            names: dict[str, object] = {"__equals_json": equals_json}
             exec(code, names)  # noqa: S102 - the cases below
             exec(test.code, names)  # noqa: S102
     except AssertionError:
@@ -126,6 +127,23 @@ def solves(code: str, tests: object, entry_point: str = "") -> bool:
         ("[a, 2]", {"inputs": [[1]], "outputs": [[[1, 2]]], "fn_name": "f"}, True),
         ("a / 3", {"inputs": [[1]], "outputs": [0.3333333333], "fn_name": "f"}, True),
         ("a / 4", {"inputs": [[1]], "outputs": [0.3333333333], "fn_name": "f"}, False),
+        ("[a / 3, 1]", {"inputs": [[1]], "outputs": [[0.3333333333, 1]], "fn_name": "f"}, True),
+        ("[a / 4, 1]", {"inputs": [[1]], "outputs": [[0.3333333333, 1]], "fn_name": "f"}, False),
+        ("[a / 3]", {"inputs": [[1]], "outputs": [0.3333333333], "fn_name": "f"}, False),
+        (
+            "[(1, a), (2, 3)]",
+            {"inputs": [[1]], "outputs": [[[1, 1], [2, 3]]], "fn_name": "f"},
+            True,
+        ),
+        (
+            "[(1, a), (2, 3)]",
+            {"inputs": [[1]], "outputs": [[[1, 1], [2, 4]]], "fn_name": "f"},
+            False,
+        ),
+        ("{a: 2}", {"inputs": [[1]], "outputs": [{"1": 2}], "fn_name": "f"}, True),
+        ("{a: 2.0000000001}", {"inputs": [[1]], "outputs": [{"1": 2.0}], "fn_name": "f"}, True),
+        ("{a: 2}", {"inputs": [[1]], "outputs": [{"2": 2}], "fn_name": "f"}, False),
+        ("[a, a]", {"inputs": [[1]], "outputs": [[1, 1, 1]], "fn_name": "f"}, False),
         ("sum(a)", {"inputs": ["[1, 2]"], "outputs": ["3"], "fn_name": "f"}, True),
         ("a + 1", {"test_list": ["assert f(1) == 2"]}, True),
     ],

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
-from posttrain.core.errors import ConfigError, DataError, RunError
+from posttrain.core.errors import ConfigError, DataError, ResourceError, RunError
 from posttrain.core.math.nucleus import FIRST_NUCLEUS_WIDTH
 from posttrain.core.models.decoding import LONG_PROMPT, grouped_attention
 from posttrain.core.rollout import sampling
@@ -223,3 +223,20 @@ def test_grouped_attention_equals_eager_attention(steps: int, keys: int) -> None
     expected, _ = eager_attention_forward(Heads(), query, key, value, mask, scaling=0.3)
     got, _ = grouped_attention(Heads(), query, key, value, mask, scaling=0.3)
     torch.testing.assert_close(got, expected, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("words", [50, 5000])
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_nothing_is_drawn_from_logits_that_are_not_numbers(
+    temperature: float, words: int, wrong: float
+) -> None:
+    logits = torch.zeros(2, words)
+    logits[1, 3] = wrong
+    uniforms = torch.full((2,), 0.5, dtype=torch.float64)
+    with pytest.raises(ResourceError, match="logits that are not numbers"):
+        sampling.draw_tokens(logits, uniforms, SamplingParams(temperature=temperature))
+    with pytest.raises(ResourceError, match="logits that are not numbers"):
+        sampling.draw_tokens(
+            logits, uniforms, SamplingParams(temperature=temperature, top_k=5, top_p=0.9)
+        )

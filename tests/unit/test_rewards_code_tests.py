@@ -70,6 +70,12 @@ def test_programs_are_run_on_inputs() -> None:
     assert both.value == 0.0 and both.detail == "test 5: printed '2'"
 
 
+def test_calls_are_compared_as_json_with_room_for_decimals() -> None:
+    tests = {"inputs": [[1]], "outputs": [[0.3333333333, [1, 2]]], "fn_name": "f"}
+    assert score("def f(a): return [a / 3, (a, 2)]", tests).value == 1.0
+    assert score("def f(a): return [a / 4, (a, 2)]", tests).value == 0.0
+
+
 @pytest.mark.parametrize(
     "code",
     [

@@ -45,6 +45,17 @@ def test_a_pass_that_fails_in_the_model_is_not_taken(model: Any) -> None:
     assert model.posttrain_paths.notes
 
 
+@pytest.mark.parametrize("weight", [float("nan"), float("inf")])
+def test_a_model_whose_own_pass_gives_nan_is_refused_in_a_sentence(
+    model: Any, weight: float
+) -> None:
+    with torch.no_grad():
+        model.get_decoder().norm.weight.fill_(weight)
+        model.get_output_embeddings().weight.fill_(weight)
+    with pytest.raises(ResourceError, match="log-probs that are not numbers .NaN.: its weights"):
+        settle(Passes(model, ours, ours))
+
+
 class Broken(nn.Module):
     """A layer that fails."""
 
