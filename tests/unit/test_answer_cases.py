@@ -109,6 +109,7 @@ def test_algebra_that_does_not_end_is_a_zero_within_a_second(sessions: int) -> N
             assert found.value == 0.0 and found.status == "ok" and found.detail, written
 
 
+@pytest.mark.alone
 def test_what_ended_a_comparison_is_said() -> None:
     def busy() -> Graded:
         while True:
