@@ -25,7 +25,7 @@ from posttrain.core.errors import ApprovalRefused, causes
 from posttrain.core.redaction import redact_error
 from posttrain.core.store.artifacts import StageResult
 from posttrain.pipelines.rl.live import Live
-from posttrain.pipelines.rl.prefect_away import Body, unreachable, went_away
+from posttrain.pipelines.rl.prefect_away import Body, went_away
 from posttrain.pipelines.run.flow_records import leave_results, leave_samples
 from posttrain.pipelines.run.pipeline import Pipeline
 from posttrain.pipelines.run.prefect_server import running
@@ -71,8 +71,6 @@ def device_tags(device: str) -> list[str]:
         except ObjectNotFound:
             return [] if running() else [tag]
         except httpx.HTTPError as error:
-            if not unreachable(error):
-                raise
             went_away(error)
             return []  # a task with a tag waits for a slot, which nobody gives out
     return [tag]
