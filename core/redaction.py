@@ -33,12 +33,15 @@ _PATTERNS = (
     # user:password@ of a URL; a password may itself hold an @, or, in SQLAlchemy's URLs, a slash.
     (
         re.compile(
-            r"(?<=://)(?:[^\s/?#'\"<>\\]+@"
+            r"(?:(?<=://)|(?<=:\\/\\/))(?:[^\s/?#'\"<>\\]+@"
             r"|[^\s/?#'\"<>:@\\\[]*:(?!\d{1,5}(?:[/?#]|$))[^\s'\"<>\\]+@)"
         ),
         f"{MARK}@",
     ),
-    (re.compile(r"(?<=%3A%2F%2F)[^\s'\"<>&/]+?%40", re.IGNORECASE), f"{MARK}%40"),
+    (
+        re.compile(r"(?:(?<=%3A%2F%2F)|(?<=:%2F%2F))[^\s'\"<>&/?#]+?(%40|@)", re.IGNORECASE),
+        rf"{MARK}\g<1>",
+    ),
     # Parameters of a URL, of a database's connection string, and lines of a config.
     (
         re.compile(
