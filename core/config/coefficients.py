@@ -55,6 +55,14 @@ class CoefSchedule(Section):
         return self.valley + (self.peak - self.valley) * (1 + math.cos(math.pi * done)) / 2
 
 
+def is_always(coef: float | CoefSchedule, value: float) -> bool:
+    """Whether a coefficient has this value at every step."""
+    if not isinstance(coef, CoefSchedule):
+        return coef == value
+    start = {0.0} if coef.warmup > 1 else set()
+    return start | {coef.peak, coef.peak if coef.valley is None else coef.valley} == {value}
+
+
 def _is_schedule(value: Any) -> str:  # Any: whatever YAML held
     return "a schedule" if isinstance(value, dict | CoefSchedule) else "a number"
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.core.config.base import Component
+from posttrain.core.config.coefficients import is_always
 from posttrain.core.config.given_answers_checks import check_given_answers
 from posttrain.core.config.loading import LoadedConfig
 from posttrain.core.config.positions import dotted
@@ -191,6 +192,13 @@ class _Check:
 
         self.build: Callable[[str, Component], Any] = build
         self.losses = [build("policy_loss", term) for term in stage.loss_terms]
+        # Those that count: with a complement of 1 the others have a factor of 0.
+        alone = any(is_always(coef, 1) for coef in stage.complements)
+        self.counted = [
+            loss
+            for term, loss in zip(stage.loss_terms, self.losses, strict=True)
+            if not is_always(term.coef, 0) and (not alone or term.coef in stage.complements)
+        ]
         self.estimator = build("advantage", stage.advantage)
         self.teaching = TeachingCheck(stage, loaded, self.losses, self.estimator, build, self.line)
 
@@ -264,6 +272,12 @@ class _Check:
                 "policy_loss",
                 "only reads tokens that the policy did not sample, so no reward has any effect; "
                 "add a policy loss such as 'ppo_clip', or use an sft stage",
+            )
+        elif self.losses and all(loss.source != "rollout" for loss in self.counted):
+            yield self.line(
+                "policy_loss",
+                "no loss that reads sampled tokens has a coefficient above 0, so no reward has any "
+                "effect; give one a coef above 0, or use an sft stage",
             )
         observing = [loss.name for loss in self.losses if loss.source == "observations"]
         if observing and self.stage.environment is None:
@@ -341,7 +355,7 @@ class _Check:
         yield from self._gates()
         built = [self.build("reward", reward) for reward in rewards]
         read = self._reward_columns_read()
-        sampled = any(loss.source == "rollout" for loss in self.losses)
+        sampled = any(loss.source == "rollout" for loss in self.counted)
         if not rewards and (missing := sorted(read & REWARD_COLUMNS - {"acc"})):
             yield self.line(
                 "rewards",
@@ -361,6 +375,15 @@ class _Check:
                     f"{reader}, so '{reward.name}' would change nothing; remove it, set weight: 0 "
                     f"to record it only, or use {other}",
                 )
+                continue
+            for field, off in (("weight", 1.0), ("only_if", None)):
+                value = getattr(reward, field)
+                if reward.weight and value != off and "reward_components" not in read:
+                    yield self.line(
+                        f"rewards.{index}.{field}",
+                        f"{reader}, as they are before the sum, so {field}: {value} would change "
+                        f"nothing; remove it, or use {other}",
+                    )
         weights = getattr(self.estimator.config, "weights", None)
         if "reward_components" in read and weights and len(weights) != len(rewards):
             yield self.line(
@@ -389,7 +412,7 @@ class _Check:
     def _reward_columns_read(self) -> frozenset[str]:
         """The columns with rewards in them that the update depends on."""
         read: set[str] = set()
-        for loss in self.losses:
+        for loss in self.counted:
             if loss.source == "rollout":
                 read |= loss.required_columns()
         if "advantages" in read:
@@ -401,8 +424,8 @@ class _Check:
     def _rewards_reached(self, built: list[Any], read: frozenset[str]) -> tuple[set[int], str]:
         """Positions of the rewards in `read`, where their sum is not, and who reads it that way."""
         who = f"advantage '{self.estimator.name}'"
-        if not any("advantages" in loss.required_columns() for loss in self.losses):
-            who = f"policy loss {', '.join(repr(loss.name) for loss in self.losses)}"
+        if not any("advantages" in loss.required_columns() for loss in self.counted):
+            who = f"policy loss {', '.join(repr(loss.name) for loss in self.counted)}"
         reached: set[int] = set()
         kinds: list[str] = []
         if "reward_components" in read:

@@ -171,7 +171,7 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
 
 
 def stored_ends(folder: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """`eos_token_id` of generation_config.json, without that file of config.json.
+    """`eos_token_id` of generation_config.json, without that file of config.json or its text part.
 
     A single id that was copied from a model class's defaults may be any token: it counts if it is a
     special one.
@@ -184,6 +184,8 @@ def stored_ends(folder: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     try:
         values = json.loads(path.read_text("utf-8"))
         given = values.get("eos_token_id")
+        if given is None:
+            given = (values.get("text_config") or {}).get("eos_token_id")
         derived = path.name == "config.json" or bool(values.get("_from_model_config"))
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise ResourceError(f"'{path}' is not a JSON object ({error}): restore the file") from error

@@ -142,12 +142,13 @@ def save_reward_model(
     """Write a sequence classifier whose scores are the same wherever it is loaded.
 
     `AutoModelForSequenceClassification` reads a row at its last token that is not padding. So the
-    padding must be a token that no text ends with: `ends` are those that end one. Padding is on the
-    right, where positions do not depend on it.
+    padding must be a token that no text ends with: `ends` are those that end one, and the unknown
+    token stands for any text. Padding is on the right, where positions do not depend on it.
     """
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.padding_side = "right"
-    last = {*ends, *(i for i in (tokenizer.eos_token_id,) if isinstance(i, int))}
+    others = (tokenizer.eos_token_id, tokenizer.unk_token_id)
+    last = {*ends, *(i for i in others if isinstance(i, int))}
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id in last:
         unused = [
             token

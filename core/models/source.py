@@ -61,7 +61,7 @@ def check_source(section: ModelSection) -> None:
         return
     folder = _as_path(section.source) or _cached(section)
     if folder is not None:
-        _check_directory(folder)
+        _check_directory(folder, section.max_model_len)
 
 
 def unchecked(section: ModelSection) -> str:
@@ -99,7 +99,7 @@ def obtain(section: ModelSection, cache: Path) -> BaseModel:
     """The base model as a directory; converts the bundled GGUF into `cache` once."""
     path = _as_path(section.source)
     if path is not None:
-        _check_directory(path)
+        _check_directory(path, section.max_model_len)
         return BaseModel(path.resolve(), directory_digest(path), f"directory {path}")
     if section.source == TINY_ID:
         return _tiny(tiny_folder(cache))
@@ -199,7 +199,7 @@ def _is_looked_up(source: str) -> bool:
     return RunName.parse(source) is not None and not Path(source).expanduser().exists()
 
 
-def _check_directory(path: Path) -> None:
+def _check_directory(path: Path, longest: int) -> None:
     if not path.is_dir():
         siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         raise ResourceError(
@@ -230,8 +230,34 @@ def _check_directory(path: Path) -> None:
             "save_pretrained, or point model.source at a directory that has them"
         )
     config = _json_object(path / "config.json")
+    _check_positions(path, config, longest)
     if (path / "tokenizer.json").exists():
         _check_vocabulary(path, config)
+
+
+def _check_positions(path: Path, config: Mapping[str, Any], longest: int) -> None:
+    """Refuse lengths at which all positions of a pass are rotated by the longest text in it.
+
+    A token's log-prob would then depend on later tokens, and on the texts computed with it.
+    """
+    inner = config.get("text_config")
+    section = inner if isinstance(inner, dict) else config
+    rope = section.get("rope_parameters") or section.get("rope_scaling")
+    given = [rope, *rope.values()] if isinstance(rope, dict) else []  # or one for each layer type
+    for one in (each for each in given if isinstance(each, dict)):
+        kind, name = one.get("rope_type", one.get("type")), "original_max_position_embeddings"
+        limits = {
+            "dynamic": section.get("max_position_embeddings"),
+            "longrope": one.get(name, section.get(name)),
+            "su": section.get(name),
+        }
+        limit = limits.get(str(kind))
+        if type(limit) is int and longest > limit:
+            raise ResourceError(
+                f"model directory '{path}': its rotary positions ({kind}) change for all tokens of "
+                f"a pass that holds a text of more than {limit}, so the log-probs of a text would "
+                f"depend on others: set model.max_model_len to {limit} or less (it is {longest})"
+            )
 
 
 def _json_object(file: Path) -> dict[str, Any]:  # Any: JSON
@@ -306,6 +332,7 @@ def _from_hub(section: ModelSection) -> tuple[Path | None, str]:
     if not list(Path(folder).glob("*.safetensors")):
         return None, "the repository has no *.safetensors"
     _refuse_own_code(Path(folder))
+    _check_positions(Path(folder), _json_object(Path(folder, "config.json")), section.max_model_len)
     return Path(folder), ""
 
 

@@ -96,7 +96,7 @@ def load_file(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        with _beside(path.parent):
+        with _beside(path):
             spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # somebody else's code: a sentence says what it raised
         del sys.modules[name], _FILES[name]
@@ -133,16 +133,23 @@ class _Uncached(SourceFileLoader):
 
 
 @contextlib.contextmanager
-def _beside(folder: Path) -> Iterator[None]:
-    """Modules of `folder` come before all others while a file in it is loaded, and last later on.
+def _beside(path: Path) -> Iterator[None]:
+    """Modules next to `path` come before all others while it is loaded, and last later on.
 
-    A module of the same name from elsewhere keeps its place among the loaded modules.
+    A module of the same name from elsewhere keeps its place among the loaded modules. One that
+    belongs to the file is imported again, now or later: it may have been edited.
     """
-    names = {path.stem for path in folder.glob("*.py")}
-    names |= {path.parent.name for path in folder.glob("*/__init__.py")}
+    folder = path.parent
+    own = {
+        Path(name).parts[0].partition(".")[0] for name, _ in files_of(path) if name[-3:] == ".py"
+    }
+    names = own | {each.stem for each in folder.glob("*.py")}
+    names |= {each.parent.name for each in folder.glob("*/__init__.py")}
     names = {n for n in names - {OWN, *sys.stdlib_module_names} if not n.startswith("__")}
     hidden = {
-        name: module for name, module in sys.modules.items() if name.partition(".")[0] in names
+        name: (module, _is_in(folder, module))
+        for name, module in sys.modules.items()
+        if name.partition(".")[0] in names
     }
     for name in hidden:
         del sys.modules[name]
@@ -155,12 +162,17 @@ def _beside(folder: Path) -> Iterator[None]:
         sys.dont_write_bytecode = without_bytecode
         sys.path.remove(str(folder))
         _add_to_path(folder)
-        for name, module in hidden.items():
-            file = getattr(module, "__file__", None) or ""
-            if Path(file).parent != folder and folder not in Path(file).parents:
+        for name, (module, is_inside) in hidden.items():
+            if not is_inside:
                 sys.modules[name] = module
-            else:
+            elif name.partition(".")[0] not in own:
                 sys.modules.setdefault(name, module)
+
+
+def _is_in(folder: Path, module: ModuleType) -> bool:
+    """Whether a module, or the first folder of a namespace, lies in `folder`."""
+    place = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), "")
+    return folder in Path(place).parents
 
 
 def _failure(path: Path, error: BaseException) -> str:

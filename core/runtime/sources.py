@@ -6,13 +6,15 @@ config, so a stage's identity holds this digest too.
 
 from __future__ import annotations
 
-import contextlib
+import ast
 import functools
 import hashlib
 import inspect
+import os.path
 import re
 import sys
 from collections.abc import Iterable, Iterator
+from importlib.machinery import all_suffixes
 from importlib.metadata import Distribution, PackageNotFoundError
 from pathlib import Path
 
@@ -24,8 +26,6 @@ LARGE = 1 << 20
 """Bytes above which a package's file that is not Python counts with its size alone."""
 _LEFT_OUT = {"__pycache__", ".git", ".mypy_cache", ".ruff_cache", ".pytest_cache"}
 _COMPILED = {".pyc", ".pyo"}
-# The first name of each module that a line imports. Relative imports stay inside a package.
-_IMPORT = re.compile(r"^[ \t]*(?:from[ \t]+(\w+)|import[ \t]+([\w. \t,]+))", re.MULTILINE)
 _TEXT = re.compile(r"""(["'])([^"'\\\n]{1,200})\1""")
 
 
@@ -39,7 +39,7 @@ def plugin_source(cls: type, package: str) -> str:
     modules = {base.__module__ for base in cls.__mro__ if getattr(base, "kind", None)}
     foreign = sorted(name for name in modules if name.partition(".")[0] != OWN)
     places = dict.fromkeys(place for name in foreign if (place := _place(name)) is not None)
-    digests = [_digest(place, package) for place in places]
+    digests = [_digest(*place, package) for place in places]
     if foreign and not places:
         digests = [hashlib.sha256(_typed(cls).encode()).hexdigest()]
     return hashlib.sha256("\n".join(digests).encode()).hexdigest() if digests else ""
@@ -62,9 +62,9 @@ def _typed(cls: type) -> str:
 
 
 @functools.cache
-def _digest(place: Path, package: str) -> str:
-    """Digest of every file of a package or module, and of what it imports from next to it."""
-    return _digest_of(_files(place, _neighbours(place.parent, package)))
+def _digest(place: Path, root: Path, package: str) -> str:
+    """Digest of every file of a package or module, and of what it imports from `root`."""
+    return _digest_of(_files(place, root, _neighbours(root, package)))
 
 
 def local_source(path: Path) -> str:
@@ -75,15 +75,20 @@ def local_source(path: Path) -> str:
 def files_of(path: Path) -> list[tuple[str, Path]]:
     """(name from the folder on, path) of a plugin's file and of what belongs to it, each once.
 
-    That is what it imports from its own folder, and the files there that a text in it names.
+    That is what it imports from its own folder, and the files there that texts in it name, or in
+    folders that texts in it name (`HERE / "data" / "words.txt"`).
     """
-    files = dict(_files(path, None))
+    files = dict(_files(path, path.parent, None))
     for module in [each for each in files.values() if each.suffix == ".py"]:
-        for _, name in _TEXT.findall(_read(module)):
-            with contextlib.suppress(OSError):  # a text that cannot be a file's name
-                named = path.parent / name
-                if not Path(name).is_absolute() and named.is_file() and ".." not in named.parts:
+        texts = {Path(text) for _, text in _TEXT.findall(_read(module))}
+        inside = [text for text in texts if not text.is_absolute() and ".." not in text.parts]
+        folders = [path.parent, module.parent]
+        for folder in folders:  # which grows
+            for named in (folder / text for text in inside):
+                if os.path.isfile(named):
                     files.setdefault(named.relative_to(path.parent).as_posix(), named)
+                elif os.path.isdir(named) and named not in folders and not named.is_symlink():
+                    folders.append(named)
     return sorted(files.items())
 
 
@@ -114,22 +119,24 @@ def _of_large(path: Path, size: int, changed_ns: int) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _files(place: Path, neighbours: frozenset[str] | None) -> Iterator[tuple[str, Path]]:
-    """(name from the package on, path) of each file, once; `neighbours` as of `_beside`."""
+def _files(
+    place: Path, root: Path, neighbours: frozenset[str] | None
+) -> Iterator[tuple[str, Path]]:
+    """(name from `root` on, path) of each file, once; `neighbours` as of `_beside`."""
     waiting, seen = [place], {place}
     while waiting:
-        here = waiting.pop()
-        for path in _below(here):
-            yield path.relative_to(here.parent).as_posix(), path
-            for name in _imported(path):
-                found = _beside(place.parent, name, neighbours)
-                if found is not None and found not in seen:
+        for path in _below(waiting.pop()):
+            yield path.relative_to(root).as_posix(), path
+            for name in _imported(path, root) if path.suffix == ".py" else ():
+                found = _beside(root, name, neighbours)
+                if found is not None and seen.isdisjoint((found, *found.parents)):
                     seen.add(found)
                     waiting.append(found)
 
 
-def _place(name: str) -> Path | None:
-    """The folder of the package or the file of the module that holds the module `name`.
+def _place(name: str) -> tuple[Path, Path] | None:
+    """The folder of the package or the file of the module that holds the module `name`, and the
+    folder that its name begins in.
 
     None for one that came from no file. A namespace has no file of its own: what counts is the
     first package or module below it.
@@ -140,7 +147,8 @@ def _place(name: str) -> Path | None:
         file = getattr(module, "__file__", None)
         if file is not None:
             path = Path(file).absolute()
-            return path.parent if path.stem == "__init__" else path
+            path = path.parent if path.stem == "__init__" else path
+            return path, path.parents[count - 1]
     return None
 
 
@@ -155,13 +163,25 @@ def _below(place: Path) -> list[Path]:
     ]
 
 
-def _imported(path: Path) -> set[str]:
-    """First names of what a module imports, wherever in it."""
-    found = set()
-    for single, several in _IMPORT.findall(_read(path) if path.suffix == ".py" else ""):
-        names = [single] if single else several.split(",")
-        found |= {name.split()[0].partition(".")[0] for name in names if name.split()}
-    return found
+def _imported(path: Path, root: Path) -> Iterator[str]:
+    """Full names of what a module imports, wherever in it, by `import_module` as well."""
+    try:
+        nodes = ast.walk(ast.parse(_read(path), str(path)))
+    except (SyntaxError, ValueError, RecursionError):
+        return  # loading it says why
+    package = path.relative_to(root).parts[:-1]
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (each.name for each in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) + 1 - node.level] if node.level else ()
+            base = [*above, node.module] if node.module else above
+            yield from (".".join([*base, each.name]) for each in node.names)
+        elif isinstance(node, ast.Call) and node.args:
+            called = ast.unparse(node.func).rpartition(".")[2]
+            name = getattr(node.args[0], "value", None)
+            if called in ("import_module", "__import__") and isinstance(name, str):
+                yield name.lstrip(".")
 
 
 def _read(path: Path) -> str:
@@ -171,14 +191,23 @@ def _read(path: Path) -> str:
         return ""  # reading it for the digest says why
 
 
-def _beside(folder: Path, name: str, allowed: frozenset[str] | None) -> Path | None:
-    """The module or package `name` in `folder`, if it belongs to the plugin."""
-    if name == OWN or (allowed is not None and name not in allowed):
+def _beside(root: Path, name: str, allowed: frozenset[str] | None) -> Path | None:
+    """The package or module in `root` that `name` is of, if it belongs to the plugin.
+
+    A folder without `__init__.py` is a namespace: what counts is the package or module below it.
+    """
+    first, *_ = parts = name.split(".")
+    if first == OWN or (allowed is not None and first not in allowed):
         return None
-    package, module = folder / name, folder / f"{name}.py"
-    if (package / "__init__.py").is_file():
-        return package
-    return module if module.is_file() else None
+    here = root
+    for part in parts:
+        here = here / part
+        if os.path.isfile(here / "__init__.py"):
+            return here
+        for suffix in all_suffixes():
+            if os.path.isfile(f"{here}{suffix}"):
+                return Path(f"{here}{suffix}")
+    return None
 
 
 def _neighbours(folder: Path, package: str) -> frozenset[str] | None:

@@ -293,6 +293,32 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path: Path) -> Non
         check_source(ModelSection(source=str(model)))
 
 
+@pytest.mark.parametrize(
+    ("name", "rope"),
+    [
+        ("rope_parameters", {"rope_type": "dynamic", "factor": 4.0}),
+        ("rope_parameters", {"rope_type": "longrope", "original_max_position_embeddings": 64}),
+        (
+            "rope_parameters",
+            {"full": {"rope_type": "longrope"}, "sliding": {"rope_type": "default"}},
+        ),
+        ("rope_scaling", {"type": "longrope", "short_factor": [1.0], "long_factor": [4.0]}),
+        ("rope_scaling", {"type": "su"}),
+    ],
+)
+def test_positions_that_depend_on_the_longest_text_of_a_pass_are_refused(
+    tmp_path: Path, name: str, rope: dict[str, object]
+) -> None:
+    model = make_tiny_model(tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    config |= {"max_position_embeddings": 64, "original_max_position_embeddings": 64}
+    config.pop("rope_parameters", None)
+    (model / "config.json").write_text(json.dumps({**config, name: rope}))
+    check_source(ModelSection(source=str(model), max_model_len=64))
+    with pytest.raises(ResourceError, match="change for all .* set model.max_model_len to 64 or"):
+        check_source(ModelSection(source=str(model), max_model_len=65))
+
+
 def put(file: str, *place: str | int, value: object) -> Callable[[Path], object]:
     """What puts `value` at a place of a model's JSON file."""
 

@@ -139,6 +139,9 @@ def test_the_generation_config_adds_ends_one_or_several(model_dir: Path) -> None
     (model_dir / "generation_config.json").unlink()
     set_ends(model_dir, "config.json", [turn, eos])
     assert set(ChatTokenizer.load(model_dir).end_token_ids) == {eos, end, turn}
+    # A model of text and images keeps them with its text part.
+    set_ends(model_dir, "config.json", None, text_config={"eos_token_id": [eot, eos]})
+    assert set(ChatTokenizer.load(model_dir).end_token_ids) == {eos, end, eot}
 
 
 @pytest.mark.parametrize("value", ["</s>", True, [1, "a"], 1.5, {"id": 1}])

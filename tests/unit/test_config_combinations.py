@@ -331,6 +331,54 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         r"rl\.rewards\.0\.label: 'total' is what records call the sum of rewards",
     ),
     (
+        "a penalty by step scores, which are read without a weight",
+        {"algorithm": "grpo_process", "rewards": [{"name": "step_verdict", "weight": -1}]},
+        r"rl\.rewards\.0\.weight: advantage 'grpo_process' reads only step scores of .*, as they "
+        r"are before the sum, so weight: -1\.0 would change nothing; remove it, or use an",
+    ),
+    (
+        "step scores behind a gate",
+        {
+            "algorithm": "grpo_process",
+            "rewards": [
+                {"name": "step_verdict", "only_if": "accuracy"},
+                {"name": "accuracy", "weight": 0},
+            ],
+        },
+        r"rl\.rewards\.0\.only_if: .* so only_if: accuracy would change nothing",
+    ),
+    (
+        "a verdict with a weight",
+        {
+            "advantage": {"name": "pass_at_k", "variant": "analytic", "k": 2},
+            "rewards": [{"name": "accuracy", "weight": 0.1}],
+        },
+        r"rl\.rewards\.0\.weight: advantage 'pass_at_k' reads only the task's verdict, as ",
+    ),
+    (
+        "the only loss of sampled tokens has coefficient 0",
+        {"policy_loss": [{"name": "ppo_clip", "coef": 0}, "ptx"]},
+        r"rl\.policy_loss: no loss that reads sampled tokens has a coefficient above 0, so no",
+    ),
+    (
+        "a schedule that stays at 0",
+        {"policy_loss": {"name": "ppo_clip", "coef": {"peak": 0, "warmup": 5}}},
+        r"rl\.policy_loss: no loss that reads sampled tokens has a coefficient above 0",
+    ),
+    (
+        "a complement that leaves nothing to the others",
+        {"policy_loss": ["ppo_clip", {"name": "ptx", "coef": {"peak": 1, "complement": True}}]},
+        r"rl\.policy_loss: no loss that reads sampled tokens has a coefficient above 0",
+    ),
+    (
+        "a reward that only a loss of coefficient 0 would read",
+        {
+            "policy_loss": [{"name": "ppo_clip", "coef": 0}, "positive_lm"],
+            "rewards": ["exact_match"],
+        },
+        r"rl\.rewards\.0: policy loss 'positive_lm' reads only the task's verdict, so 'exact",
+    ),
+    (
         "a label that MLflow has no name for",
         {"rewards": [{"name": "accuracy", "label": "a/b (2)"}]},
         r"rl\.rewards\.0\.label: ",

@@ -127,19 +127,39 @@ def test_an_edited_file_is_loaded_again_also_within_a_second(tmp_path: Path) -> 
     assert not (tmp_path / "__pycache__").exists()
 
 
+@pytest.mark.parametrize(
+    ("value", "imports"),
+    [("words.VALUE", "from at_once import words"), ("__import__('later.words').words.VALUE", "")],
+)
+def test_an_edited_module_that_it_imports_is_loaded_again(
+    tmp_path: Path, value: str, imports: str
+) -> None:
+    path = write(tmp_path / "my.py", value, imports)
+    for name in ("at_once", "later"):  # namespaces: they have no __init__.py
+        (tmp_path / name).mkdir()
+    manager = PluginManager(load_entry_points=False)
+    for number in (1.0, 22.0, 333.0):
+        for name in ("at_once", "later"):
+            (tmp_path / name / "words.py").write_text(f"VALUE = {number}\n")
+        assert score_of(manager, f"{path}:Brief") == number
+
+
 def test_a_copy_is_the_same_module_and_is_what_workers_read(tmp_path: Path) -> None:
     path = write(tmp_path / "from" / "my.py", "float(VALUE)", "from near import VALUE")
     (tmp_path / "from" / "near.py").write_text(
-        "import pathlib\nVALUE = (pathlib.Path(__file__).parent / 'value.txt').read_text()\n"
+        "import pathlib\nHERE = pathlib.Path(__file__).parent\n"
+        "VALUE = (HERE / 'value.txt').read_text() + (HERE / 'a' / 'b' / 'digit.txt').read_text()\n"
     )
-    (tmp_path / "from" / "value.txt").write_text("0.5")
+    (tmp_path / "from" / "value.txt").write_text("0.")
+    (tmp_path / "from" / "a" / "b").mkdir(parents=True)
+    (tmp_path / "from" / "a" / "b" / "digit.txt").write_text("5")
     (tmp_path / "from" / "not part of it.txt").write_text("x")
     manager = PluginManager(load_entry_points=False)
     manager.add_files({"my.py": path})
     reward = manager.build(Reward, "my.py:Brief")
     copies = copy_files(manager.files.paths, tmp_path / "to")
-    kept = sorted(each.name for each in copies["my.py"].parent.iterdir())
-    assert kept == ["my.py", "near.py", "value.txt"]
+    kept = sorted(each.name for each in copies["my.py"].parent.rglob("*") if each.is_file())
+    assert kept == ["digit.txt", "my.py", "near.py", "value.txt"]
     manager.add_files(copies)
     assert type(manager.build(Reward, "my.py:Brief")) is type(reward)
     (spec,) = specs_of([reward])

@@ -16,13 +16,20 @@ from transformers import (
 )
 
 from posttrain.core.data.tokens import response_batch
-from posttrain.core.kit.tiny import END, PAD, START, make_tiny_tokenizer
+from posttrain.core.kit.tiny import END, PAD, START, UNKNOWN, make_tiny_tokenizer
 from posttrain.core.models.device import ModelRuntime
 from posttrain.core.models.loading import load_reward_model, save_reward_model
 from posttrain.core.training.reward_model import score_batch_rows
 
 RUNTIME = ModelRuntime(torch.device("cpu"), torch.float32, "eager")
-TEXTS = [f"1{END}", f"what is 3 + 4? It is 7{END}", f"no{END}{END}", "cut of", "x"]
+TEXTS = [
+    f"1{END}",
+    f"what is 3 + 4? It is 7{END}",
+    f"no{END}{END}",
+    "cut of",
+    "x",
+    "not known: \u20ac",
+]
 SIZES = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -69,6 +76,7 @@ CASES = {  # what the tokenizer pads with, ends of generation, the padding that 
     "own": (PAD, (), PAD),
     "start": (START, (), START),  # no text ends with it
     "also an end": (START, (START,), PAD),
+    "unknown": (UNKNOWN, (), PAD),  # as Llama 2 is often padded; any text may end with it
 }
 
 

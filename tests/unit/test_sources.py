@@ -71,7 +71,13 @@ FILES = {
     "mine/brief.py": BRIEF.format(imports="from mine import words\nimport helper"),
     "mine/words.py": "WORDS = 3\n",
     "mine/prompt.txt": "Score from 0 to 10.",
-    "helper.py": "def far():\n    from deep import low\n",
+    "helper.py": "def far():\n    from deep import low\nimport math; import after\n",
+    "after.py": "if True: from folder.inner import leaf\n",
+    "folder/inner/leaf.py": "from . import twig\n",
+    "folder/inner/twig.py": "import importlib\nimportlib.import_module('late')\n",
+    "folder/not_imported.py": "",
+    "late.py": "import math, \\\n    last\n",
+    "last.py": "",
     "deep/__init__.py": "",
     "deep/low.py": "LOW = 1\n",
     "other.py": "NOT_IMPORTED = 1\n",
@@ -86,6 +92,12 @@ FILES = {
         ("mine/prompt.txt", True),
         ("helper.py", True),
         ("deep/low.py", True),
+        ("after.py", True),
+        ("folder/inner/leaf.py", True),
+        ("folder/inner/twig.py", True),
+        ("folder/not_imported.py", False),
+        ("late.py", True),
+        ("last.py", True),
         ("other.py", False),
         ("mine/__pycache__/brief.cpython-311.pyc", False),
     ],
@@ -138,6 +150,14 @@ def test_of_a_folder_of_installed_packages_only_the_plugins_own_files_count(
     own = source_of("mine", "mine")
     write(tmp_path, {"helper.py": "A = 3\n"})
     assert source_of("mine", "mine") != own
+
+
+def test_a_module_of_a_namespace_imports_by_its_full_name(tmp_path: Path) -> None:
+    files = {"org/one.py": BRIEF.format(imports="from org import two"), "org/two.py": "A = 1\n"}
+    write(tmp_path, files)
+    before = source_of("org.one")
+    write(tmp_path, {"org/two.py": "A = 2\n"})
+    assert source_of("org.one") != before
 
 
 def test_large_files_that_are_not_python_count_with_their_size(tmp_path: Path) -> None:
