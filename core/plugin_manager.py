@@ -81,7 +81,7 @@ class PluginManager:
                     self.register(module, package=package, version=version)
             except PosttrainError:
                 raise
-            except Exception as error:  # somebody else's code: a sentence says what it raised
+            except (Exception, SystemExit) as error:  # somebody else's code
                 raise ConfigError(
                     f"package '{package}' {version} offers plugins in '{entry_point.value}', which "
                     f"cannot be loaded: {type(error).__name__}: {error}; correct or uninstall it"

@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import jinja2
+
 from posttrain.core.data.messages import message_to_json
 from posttrain.core.errors import DataError, ResourceError
 from posttrain.core.types import Message, ToolSchema
@@ -39,6 +41,8 @@ def chat_text_of(
 ) -> str:
     """The chat as the template writes it; raises `DataError` if the template refuses it.
 
+    Raises `ResourceError` for a template that Jinja cannot read.
+
     `turns` gets the characters of what the template marks with `{% generation %}`.
     """
     problem: Exception | None = None
@@ -47,6 +51,11 @@ def chat_text_of(
             return _rendered(tokenizer, form(messages), tools, generation_prompt, turns)
         except Exception as error:  # a template is a program, which may raise anything
             problem = problem or error
+    if isinstance(problem, jinja2.TemplateSyntaxError):
+        raise ResourceError(
+            f"the model's chat template is wrong, line {problem.lineno}: {problem.message}: "
+            "correct chat_template of the tokenizer's files, or choose another model"
+        ) from problem
     roles = ", ".join(message.role for message in messages)
     raise DataError(
         f"the model's chat template refuses the prompt's messages (of the roles {roles}): "

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.core.errors import ConfigError, ResourceError, nearest
+from posttrain.core.errors import ConfigError, ResourceError, nearest, reading_model
 from posttrain.core.store.artifacts import Artifact, RunResult, StageResult
 from posttrain.pipelines.analysis.past_run import PastRun, read_steps
 from posttrain.pipelines.analysis.run_results import step_rows
@@ -159,6 +159,7 @@ class Run:
         """The model that a stage made, or the last model of the run, as transformers loads it.
 
         In evaluation mode, on the CPU, in the precision of its files. It is loaded at each call.
+        Raises `ResourceError` for files that cannot be read.
         """
         import transformers
 
@@ -168,7 +169,8 @@ class Run:
         loader: Any = transformers.AutoModelForCausalLM  # Any: transformers' own are not typed
         if artifact.kind == "reward_model":
             loader = transformers.AutoModelForSequenceClassification
-        with LOADING:
+        expected = "run the stage again (`--fresh`), or take another copy of the store"
+        with LOADING, reading_model(f"model '{artifact.path}' cannot be loaded", expected):
             found = loader.from_pretrained(
                 artifact.path,
                 dtype="auto",
@@ -180,14 +182,10 @@ class Run:
         return model
 
     def tokenizer(self, stage: str | None = None) -> PreTrainedTokenizerBase:
-        """The tokenizer of that model."""
-        import transformers
+        """The tokenizer of that model; raises `ResourceError` for files that cannot be read."""
+        from posttrain.core.data.tokens import load_tokenizer
 
-        loader: Any = transformers.AutoTokenizer  # Any: transformers' own are not typed
-        found: PreTrainedTokenizerBase = loader.from_pretrained(
-            self._model(stage).path, local_files_only=True, trust_remote_code=False
-        )
-        return found
+        return load_tokenizer(self._model(stage).path)
 
     @property
     def links(self) -> dict[str, str]:

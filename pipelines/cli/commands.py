@@ -52,7 +52,7 @@ def plugin_commands() -> dict[str, Command]:
                     _left_out(package, f"command '{command.name}' is offered twice; rename one")
                 else:
                     found[str(command.name)] = command
-        except Exception as error:  # somebody's code, which must not take our commands with it
+        except (Exception, SystemExit) as error:  # somebody's code, which must not end ours
             _left_out(package, f"{type(error).__name__}: {error}")
     return found
 

@@ -78,15 +78,15 @@ def serve(
     PREFECT_API_URL and MLFLOW_TRACKING_URI name the servers.
     """
     request, default_name = _request(configs, overrides, context.home)
+    from posttrain.pipelines.run.prefect_env import check_settings, configure_client
     from posttrain.pipelines.services.shared_servers import (
         require_shared_mlflow,
         require_shared_prefect,
     )
 
+    check_settings()
     require_shared_prefect()
     require_shared_mlflow()
-    from posttrain.pipelines.run.prefect_env import configure_client
-
     configure_client(context.home)
     from posttrain.pipelines.deploy import deployments
 
@@ -119,11 +119,11 @@ def deploy(
     """
     request, default_name = _request(configs, overrides, home)
     variables = parse_variables(job_variables or [])
+    from posttrain.pipelines.run.prefect_env import check_settings, configure_client
     from posttrain.pipelines.services.shared_servers import require_shared_prefect
 
+    check_settings()
     require_shared_prefect()
-    from posttrain.pipelines.run.prefect_env import configure_client
-
     configure_client(context.home)
     from posttrain.pipelines.deploy import deployments
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from posttrain.core.errors import ConfigError, ResourceError, shortlist
 from posttrain.core.store import urls
@@ -28,6 +29,18 @@ HOME_VARIABLE = "POSTTRAIN_HOME"
 STORE_VARIABLE = "POSTTRAIN_STORE"
 DEFAULT_HOME = Path(".posttrain")
 SPLITS: tuple[Split, Split] = ("train", "held_out")
+ADDRESS_VARIABLES = (
+    "PREFECT_API_URL",
+    "MLFLOW_TRACKING_URI",
+    "HF_ENDPOINT",
+    "HTTP_PROXY",
+    "HTTPS_PROXY",
+    "ALL_PROXY",
+)
+"""Variables that libraries read addresses from, each with an error of its own or at a later time.
+
+PREFECT_API_URL is always that of a server; the others may be a folder, or a host without `http`.
+"""
 
 
 def default_home() -> Path:
@@ -43,14 +56,38 @@ def shared_store() -> str | None:
 def folders(home: Path, store: str | Path | None) -> tuple[Path, Path]:
     """Home and store as absolute paths; the store is the home's own unless another is named.
 
-    Of a store with a URL it is the folder of this machine that stages are fetched into.
+    Of a store with a URL it is the folder of this machine that stages are fetched into. Every
+    command begins here: raises `ConfigError` as `check_addresses` does.
     """
+    check_addresses()
     home = home.expanduser().resolve()
     if store is None:
         return home, home / "artifacts"
     if urls.is_url(str(store)):
         return home, urls.cached(str(store))
     return home, Path(store).expanduser().resolve()
+
+
+def check_addresses() -> None:
+    """Raise `ConfigError` for a variable whose address no library can read."""
+    for variable in ADDRESS_VARIABLES:
+        for name in (variable, variable.lower()):
+            value = os.environ.get(name, "")
+            if value and not _is_address(value, server=variable == "PREFECT_API_URL"):
+                raise ConfigError(
+                    f"{name} is '{value}', which is not an address: correct it, for instance "
+                    "http://HOST:PORT, or unset it"
+                )
+
+
+def _is_address(text: str, *, server: bool) -> bool:
+    try:
+        parts = urlsplit(text)
+        parts.port  # noqa: B018 - it is read here
+    except ValueError:
+        return False
+    http = parts.scheme in ("http", "https")
+    return bool(parts.hostname) if http else not server
 
 
 def resolve_configs(

@@ -23,7 +23,11 @@ from posttrain.core.store.artifacts import RunResult, check_free_disk, make_fold
 from posttrain.pipelines.rl.live import Live
 from posttrain.pipelines.run.cluster import joined_cluster
 from posttrain.pipelines.run.gates import Ask, Gates, check_answers
-from posttrain.pipelines.run.prefect_env import configure_prefect, inside_a_flow_run
+from posttrain.pipelines.run.prefect_env import (
+    configure_prefect,
+    inside_a_flow_run,
+    set_environment,
+)
 from posttrain.pipelines.run.prefect_server import OwnServer
 from posttrain.pipelines.run.progress import FileReporter, Reporters
 from posttrain.pipelines.run.rounds import Begun, begin
@@ -75,6 +79,8 @@ def execute(
     and nothing half-written keeps its final name.
     """
     began = time.perf_counter()
+    if not inside_a_flow_run():
+        set_environment(options.home)  # refused before anything is written
     for folder in (options.home, options.store):
         check_free_disk(folder, 0.0, resolved.config.limits.min_free_gb, "a run")
         make_folder(folder)

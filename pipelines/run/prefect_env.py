@@ -6,9 +6,16 @@ localhost (`prefect_server`), on a SQLite file in the home.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import sys
+import warnings
 from pathlib import Path
+
+from pydantic import ValidationError
+
+from posttrain.core.errors import ConfigError
 
 
 def prefect_settings(home: Path) -> dict[str, str]:
@@ -33,19 +40,54 @@ def prefect_settings(home: Path) -> dict[str, str]:
     return {"PREFECT_HOME": str(home / "prefect"), **chosen}
 
 
+def set_environment(home: Path) -> None:
+    """Set the environment of a run; raises `ConfigError` for a variable that Prefect refuses."""
+    os.environ.update(prefect_settings(home))
+    check_settings()
+
+
 def configure_prefect(home: Path) -> None:
     """Set the environment of a run, and make Prefect's folder."""
+    set_environment(home)
     (home / "prefect").mkdir(parents=True, exist_ok=True)
-    os.environ.update(prefect_settings(home))
 
 
 def configure_client(home: Path) -> None:
-    """Set the environment of a command that only talks to a server; logs keep their levels."""
+    """As `configure_prefect`, for a command that only talks to a server; logs keep their levels."""
     folder = home / "prefect"
-    folder.mkdir(parents=True, exist_ok=True)
     os.environ["PREFECT_HOME"] = str(folder)
     os.environ.setdefault("DO_NOT_TRACK", "1")
     os.environ.setdefault("PREFECT_CLI_PROMPT", "false")
+    check_settings()
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+def check_settings() -> None:
+    """Import Prefect; raises `ConfigError` for a variable of the environment that it refuses."""
+    said = io.StringIO()  # Prefect prints what is wrong before it raises, in pydantic's words
+    try:
+        with contextlib.redirect_stderr(said), warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", "Failed to create the Prefect home"
+            )  # it is made if the run begins
+            from prefect.settings import get_current_settings
+
+            get_current_settings()
+    except ValidationError as error:
+        first = error.errors()[0]
+        field, value = str(first["loc"][-1]).upper(), str(first["input"])
+        names = [
+            name
+            for name, given in os.environ.items()
+            if name.startswith("PREFECT_")
+            and name.endswith(field)
+            and given.upper() == value.upper()
+        ]
+        raise ConfigError(
+            f"{' or '.join(names) or field} is '{value}', which Prefect refuses: {first['msg']}; "
+            "correct it or unset it"
+        ) from error
+    print(said.getvalue(), end="", file=sys.stderr)
 
 
 def inside_a_flow_run() -> bool:

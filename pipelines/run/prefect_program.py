@@ -15,13 +15,14 @@ import sqlite3
 import sys
 import threading
 import time
-import warnings
 from contextlib import closing
 from pathlib import Path
 
+from posttrain.core.errors import ConfigError
 from posttrain.core.redaction import redact_output
 from posttrain.core.runtime.files import create_database
 from posttrain.core.store.locks import locked
+from posttrain.pipelines.run.prefect_env import check_settings
 
 SCHEMA = Path(__file__).with_name("prefect_schema.sql")
 GRACE_S = 4.0
@@ -34,8 +35,10 @@ def main() -> None:
     os.dup2(2, 1)  # whatever is printed: the pipe takes the port alone
     redact_output()
     gc.disable()  # what is loaded stays
-    # The home is made later, and only if the run begins.
-    warnings.filterwarnings("ignore", message="Failed to create the Prefect home directory")
+    try:
+        check_settings()
+    except ConfigError:
+        return  # the owner says what is wrong
     import prefect.server.api.server
     import uvicorn
 

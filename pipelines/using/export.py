@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain.core.errors import ConfigError, ResourceError
+from posttrain.core.models.device import ModelRuntime
 from posttrain.core.models.gguf_export import GgufType, write_gguf
+from posttrain.core.models.quiet import quiet_libraries
 from posttrain.core.models.source import MODEL_PATTERNS, NOT_THE_MODEL
 from posttrain.core.redaction import redacted
 from posttrain.core.runtime.files import put_in_place
@@ -21,7 +23,7 @@ from posttrain.core.store.attestation import Attestation, attest, kept_at, read_
 from posttrain.core.store.manifests import ADAPTER, ATTESTATION, file_digest
 from posttrain.pipelines.run.model_reference import FoundModel
 from posttrain.pipelines.using.model_card import CardFacts, Form, model_card
-from posttrain.pipelines.using.speaker import check_talks
+from posttrain.pipelines.using.speaker import architectures, chat_section, check_talks
 
 CARD = "README.md"
 REPOSITORY = re.compile(r"(?=.{3,96}$)[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9][A-Za-z0-9_.-]*")
@@ -89,7 +91,10 @@ def sources(found: FoundModel, options: ExportOptions) -> list[Path]:
 
 
 def check(found: FoundModel, options: ExportOptions) -> None:
-    """Raise before anything is written what can be known: a folder in the way, no room."""
+    """Raise before anything is written what can be known: a folder in the way, no room.
+
+    Files that no stage's record knows are loaded, so that a damaged model is not copied.
+    """
     if options.adapter and options.gguf:
         raise ConfigError("--adapter and --gguf are two kinds of exports; make one at a time")
     if options.gguf:
@@ -103,6 +108,20 @@ def check(found: FoundModel, options: ExportOptions) -> None:
         needed = weights * len(options.gguf)
     parent = next(folder for folder in out.parents if folder.is_dir())
     check_free_disk(parent, float(needed), RESERVE_GB, "the export")
+    if not found.stage:
+        _check_loads(found)
+
+
+def _check_loads(found: FoundModel) -> None:
+    """Raise `ResourceError` for files of which no model or tokenizer can be made."""
+    from posttrain.core.data.tokens import load_tokenizer
+    from posttrain.core.models.loading import load_policy, load_process_reward_model
+
+    quiet_libraries()
+    load_tokenizer(found.path)
+    runtime = ModelRuntime.from_config(chat_section(found))
+    scores = any(name.endswith("Classification") for name in architectures(found))
+    (load_process_reward_model if scores else load_policy)(found.path, runtime)
 
 
 def attestation_of(found: FoundModel, home: Path, store: Path) -> Attestation | None:

@@ -14,7 +14,7 @@ from posttrain.core.config.schema import RunConfig
 from posttrain.core.config.sections import ModelSection
 from posttrain.core.contracts import DrawnToken, EngineSetup, Renderer, RolloutEngine
 from posttrain.core.data.tokens import ChatTokenizer
-from posttrain.core.errors import ConfigError, DataError, PosttrainError
+from posttrain.core.errors import ConfigError, DataError, PosttrainError, reading_model
 from posttrain.core.models.device import ModelRuntime
 from posttrain.core.models.quiet import quiet_libraries
 from posttrain.core.plugin_manager import PluginManager
@@ -103,10 +103,17 @@ def unread_config(found: FoundModel) -> str:
     return ""
 
 
+def architectures(found: FoundModel) -> list[str]:
+    """The classes that the model's config names; raises `ResourceError` for one not of JSON."""
+    expected = "expected a JSON object"
+    with reading_model(f"model directory '{found.path}' has no usable config.json", expected):
+        config = json.loads((found.path / "config.json").read_text("utf-8"))
+        return [str(name) for name in config.get("architectures") or ()]
+
+
 def check_talks(found: FoundModel) -> None:
     """Raise `ConfigError` for a reward model, which writes no text."""
-    config = json.loads((found.path / "config.json").read_text("utf-8"))
-    classes = [str(name) for name in config.get("architectures") or ()]
+    classes = architectures(found)
     if found.kind == "reward_model" or any(n.endswith("Classification") for n in classes):
         raise ConfigError(
             f"'{found.given}' is a reward model ({found.origin}): it scores texts and writes none; "

@@ -273,6 +273,11 @@ def test_a_last_turn_of_the_assistants_is_continued(template: str | None, expect
     assert shown(chat, chat.encode_chat(messages)).endswith(expected)
 
 
+def test_a_template_that_jinja_cannot_read_is_called_wrong() -> None:
+    with pytest.raises(ResourceError, match=r"chat template is wrong, line 2: .*'endfor'"):
+        ChatTokenizer(tokenizer_of("\n{% for m in messages %}"), None)
+
+
 def test_messages_that_a_template_refuses_are_named_with_the_way_out() -> None:
     chat = ChatTokenizer(tokenizer_of(GEMMA), None)
     twice = [user("a"), user("b")]

@@ -176,3 +176,40 @@ def test_with_debug_the_traceback_shows(tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     assert "Traceback" in done.stderr and "error: no config file none" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["run", "validate", "plan"])
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("MLFLOW_TRACKING_URI", "http://[::1"),
+        ("MLFLOW_TRACKING_URI", "http://"),
+        ("PREFECT_API_URL", "http://[::1"),
+        ("PREFECT_API_URL", "http://server:port/api"),
+        ("PREFECT_API_URL", "localhost:4200/api"),
+        ("HF_ENDPOINT", "http://[::1"),
+        ("https_proxy", "http://[::1"),
+    ],
+)
+def test_an_address_in_the_environment_that_is_none_is_refused_by_the_name_of_its_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, variable: str, value: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    reported = refused(tmp_path, [command, write(tmp_path, GOOD)], 2)
+    assert reported.startswith(f"{variable} is '{value}', which is not an address: correct it")
+
+
+def test_a_setting_that_prefect_refuses_is_refused_by_its_name(tmp_path: Path) -> None:
+    """In a process of its own: Prefect reads its settings once."""
+    home = tmp_path / "home"
+    done = subprocess.run(
+        [sys.executable, "-m", "posttrain.pipelines.cli", "run", write(tmp_path, GOOD)],
+        env=os.environ | {"POSTTRAIN_HOME": str(home), "PREFECT_API_REQUEST_TIMEOUT": "soon"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("error: PREFECT_API_REQUEST_TIMEOUT is 'soon', which Prefect ")
+    assert done.stderr.count("\n") == 1
+    assert not home.exists()

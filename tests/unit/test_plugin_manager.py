@@ -196,12 +196,19 @@ def test_life_cycle_hooks_reach_every_module_that_has_them(empty: PluginManager)
     assert seen == [("rl", 3, 0.5), ("rl ran", 0, 0.0)]
 
 
-def test_a_package_that_raises_is_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "code", "says"),
+    [
+        ("raises_at_import", "raise OSError('no such device')", "OSError: no such device"),
+        ("exits_at_import", "raise SystemExit(3)", "SystemExit: 3"),
+    ],
+)
+def test_a_package_that_raises_or_exits_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: str, says: str
 ) -> None:
-    offer(tmp_path, "raises_at_import", "raise OSError('no such device')\n", monkeypatch)
+    offer(tmp_path, name, f"{code}\n", monkeypatch)
     monkeypatch.syspath_prepend(tmp_path / "site")
-    with pytest.raises(ConfigError, match=r"'raises_at_import' 1\.0 .*OSError: no such device; c"):
+    with pytest.raises(ConfigError, match=rf"'{name}' 1\.0 .*{says}; c"):
         PluginManager()
 
 

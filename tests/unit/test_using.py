@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import AsyncIterator
 from copy import copy
 from pathlib import Path
@@ -16,12 +17,14 @@ from fastapi import FastAPI
 from rich.console import Console
 from typer.testing import CliRunner
 
+import posttrain
 from posttrain.core.data.problem_sets import repeat_problems
 from posttrain.core.data.template import TemplateConfig, TemplateRenderer
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import ConfigError, DataError, ResourceError
 from posttrain.core.kit.tiny import make_tiny_bpe_tokenizer, make_tiny_model
 from posttrain.core.plugin_manager import PluginManager
+from posttrain.core.store.artifacts import Artifact
 from posttrain.core.types import SamplingParams
 from posttrain.pipelines.cli.main import app as program
 from posttrain.pipelines.run.model_reference import find_model
@@ -245,3 +248,30 @@ def test_nothing_private_goes_to_a_public_repository(
 def test_an_empty_dataset_is_a_sentence_that_names_the_stage() -> None:
     with pytest.raises(DataError, match="stage 'rl'.*no problems"):
         repeat_problems([], 3, 0, "rl")
+
+
+@pytest.mark.parametrize("part", ["model.safetensors", "tokenizer.json", "config.json"])
+def test_a_damaged_folder_is_not_exported(speaker: Speaker, tmp_path: Path, part: str) -> None:
+    damaged, out = tmp_path / "damaged", tmp_path / "out"
+    shutil.copytree(speaker.found.path, damaged)
+    (damaged / part).write_bytes((damaged / part).read_bytes()[:-10])
+    for more in ([], ["--dry-run"], ["--gguf", "f16"]):
+        words = ["export", str(damaged), str(out), "--home", str(tmp_path / "home"), *more]
+        done = CliRunner().invoke(program, words)
+        assert done.exit_code == 4, done.output
+        assert done.stderr.startswith("error: ") and str(damaged) in done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged"]
+
+
+@pytest.mark.parametrize("part", ["model.safetensors", "tokenizer.json"])
+def test_the_python_api_refuses_a_damaged_store_in_a_sentence(
+    speaker: Speaker, tmp_path: Path, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(speaker.found.path, damaged)
+    (damaged / part).write_bytes((damaged / part).read_bytes()[:-10])
+    made = Artifact("model", str(damaged), "0" * 64, "sft")
+    monkeypatch.setattr(posttrain.Run, "_model", lambda run, stage: made)
+    run = object.__new__(posttrain.Run)
+    with pytest.raises(ResourceError, match=f"{damaged}"):
+        run.model() if part == "model.safetensors" else run.tokenizer()
