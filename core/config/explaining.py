@@ -121,6 +121,8 @@ def unknown_field(
     names = sorted(known)
     allowed = f"(allowed: {shortlist(name, names)})" if names else "(it has no fields)"
     hint = f"; did you mean '{elsewhere}'?" if elsewhere else nearest(name, names)
+    if elsewhere == name:
+        hint = f"; '{name}' stands at the top level of the file"
     return f"unknown field of {owner}, got {short(value)}{hint} {allowed}"
 
 
@@ -152,8 +154,9 @@ OTHER_NAMES = {
 }
 
 
-# Where fields of plugins are that people write on a stage; the first whose section it has.
-PLUGIN_FIELDS = {
+# Where plugins' fields and inputs are that people write on a stage; the first whose section it has.
+ON_A_STAGE = {
+    **{role: (f"inputs.{role}",) for role in ("model", "reward_model", "baseline")},
     "beta": ("preference_loss.beta", "kl.controller.coef"),
     "kl_coef": ("kl.controller.coef",),
     "kl_beta": ("kl.controller.coef",),
@@ -180,7 +183,7 @@ def _elsewhere(
     if model is None or difflib.get_close_matches(name, model.model_fields, 1, cutoff=0.85):
         return ""
     wanted = tuple(dict.fromkeys((name, OTHER_NAMES.get(name, name))))
-    held = (at for at in PLUGIN_FIELDS.get(name, ()) if at.split(".")[0] in model.model_fields)
+    held = (at for at in ON_A_STAGE.get(name, ()) if at.split(".")[0] in model.model_fields)
     places = [*held, *(dotted(path) for path in _below(model) if path[-1] in wanted)]
     for end in range(len(owner) - 1, -1, -1):
         above = _model_at(owner[:end], root, kinds)

@@ -68,6 +68,8 @@ def validate(folder: Path, config: dict[str, Any], *sets: str) -> tuple[int, str
         ("stages.rl.kl.max_model_len=4", "did you mean 'model.max_model_len'?"),
         ("stages.rl.kl_coef=4", "did you mean 'kl.controller.coef'?"),
         ("stages.rl.beta=4", "did you mean 'kl.controller.coef'?"),
+        ("stages.rl.model=sft", "did you mean 'inputs.model'?"),
+        ("stages.rl.task=arithmetic", "; 'task' stands at the top level of the file ("),
         ("stages.rl.stepz=4", "did you mean 'steps'?"),
         ("stages.rl.zzz=4", "unknown field of stages.rl, got 4 (allowed: "),
         ("stages.rl.optimizer.betas=[0.9, 5]", "must be less than 1 (got 5)"),
