@@ -18,8 +18,8 @@ from urllib.parse import unquote, urlsplit
 
 MARK = "***"
 _UNMISTAKABLE = (
-    "password|passwd|api[_-]?key|access_?key|account_?key|secret_?key|private_?key|client_secret|"
-    "(?:access|auth|api|hf|hub|bearer)_?token|auth_string"
+    "password|passwd|(?:api|access|account|secret|private)[_-]?key|client[_-]?secret|"
+    "(?:access|auth|api|hf|hub|bearer)[_-]?token|auth[_-]?string"
 )
 """Keys that name nothing else; `token` is also a part of a text."""
 _SECRET_KEYS = f"pwd|secret|token|{_UNMISTAKABLE}"
@@ -28,6 +28,8 @@ _ENDS_OF_VARIABLES = (
     "(?:API|ACCESS|SECRET|PRIVATE|STORAGE)_KEY)"
 )
 _KEY = re.compile(_SECRET_KEYS, re.IGNORECASE)
+_OPTION = rf"--(?:(?:[\w-]+-)?(?:{_UNMISTAKABLE})|token|secret)"
+_WHOLE_OPTION = re.compile(_OPTION, re.IGNORECASE)
 # Text that may be a password ends at white space, quotes and angle brackets.
 _PATTERNS = (
     # user:password@ of a URL; a password may itself hold an @, or, in SQLAlchemy's URLs, a slash.
@@ -59,7 +61,17 @@ _PATTERNS = (
         rf"\g<1>{MARK}",
     ),
     (re.compile(rf"\b([A-Z][A-Z0-9_]*{_ENDS_OF_VARIABLES}=)[^\s'\"<>]{{8,}}"), rf"\g<1>{MARK}"),
+    # Options of a command, as a line or as a list that is printed.
+    (
+        re.compile(rf"(?i)((?<![\w-]){_OPTION}(?:['\"]?,? +|=)['\"]?)(?!--)[^\s'\",]+"),
+        rf"\g<1>{MARK}",
+    ),
     # Headers, and tokens that are known by their form.
+    (
+        re.compile(r"(?i)(\b(?:set-)?cookie['\"]?\s*[:=]\s*b?['\"]?[\w.-]+=)[^'\"\r\n]+"),
+        rf"\g<1>{MARK}",
+    ),
+    (re.compile(r"\beyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]{8,}"), MARK),
     (
         re.compile(r"(?i)(\bauthorization['\"]?\s*[:=]\s*b?['\"]?)(?:\w+ )?[^\s'\",]+"),
         rf"\g<1>{MARK}",
@@ -113,8 +125,16 @@ def redacted_tree(value: Any) -> Any:  # Any: whatever YAML or JSON holds
             for key, item in value.items()
         }
     if isinstance(value, list | tuple):
-        return [redacted_tree(item) for item in value]
+        before = [None, *value]  # of a command's words: what follows such an option
+        return [
+            MARK if _is_secret_option(option) and isinstance(item, str) else redacted_tree(item)
+            for option, item in zip(before, value, strict=False)
+        ]
     return value
+
+
+def _is_secret_option(word: Any) -> bool:  # Any: whatever a list holds
+    return isinstance(word, str) and _WHOLE_OPTION.fullmatch(word) is not None
 
 
 def errors_behind(error: BaseException) -> Iterator[BaseException]:

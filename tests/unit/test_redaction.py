@@ -49,6 +49,13 @@ WITH_SECRETS = [
     json.dumps({"said": json.dumps({"x-api-key": SECRET})}),
     f"Client(api_key='{SECRET}', timeout=5)",
     f"openai_api_key = '{SECRET}'",
+    f"agent --model m --api-key {SECRET} --port 1",
+    f"agent --openai-api-key={SECRET}",
+    f"['agent', '--hf-token', '{SECRET}', '--port', '1']",
+    f'["agent", "--token={SECRET}"]',
+    f"Cookie: session={SECRET}; theme=dark",
+    f"{{'Set-Cookie': 'id={SECRET}; Path=/'}}",
+    f"sent eyJhbGciOiJIUzI1.eyJzdWIiOiIxMjM0.{SECRET} to the server",
     f"exec: AWS_SECRET_ACCESS_KEY={SECRET} not found",
     f"ghp_{'a1' * 15} and hf_{'b2' * 17} and sk-{'c3' * 15} with http://u:{SECRET}@h",
 ]
@@ -64,6 +71,8 @@ HARMLESS = [
     "git@github.com:owner/name.git",
     '{"token": " the", "tokens": ["a"], "api_key_env": "OPENAI_API_KEY", "top_token": "is"}',
     "  POSTTRAIN_API_KEY=... posttrain serve-model models:/quickstart@champion --host 0.0.0.0",
+    "--token-budget 5 --api-key --port 1 --max-tokens 5 --pad-token <|pad|> --tokens 7",
+    "Cookie: two cups of flour; a cookie: sugar",
     "a key of the environment: OPENAI_API_KEY (api_key_env: OPENAI_API_KEY)",
 ]
 
@@ -105,6 +114,9 @@ def test_trees_lose_secrets_by_key_and_by_form() -> None:
         "n": 3,
         "token": None,
     }
+    command = ["agent", "--api-key", SECRET, "--token", SECRET, "--model", "m", "--secret"]
+    shown = ["agent", "--api-key", MARK, "--token", MARK, "--model", "m", "--secret"]
+    assert redacted_tree({"command": command}) == {"command": shown}
 
 
 def test_errors_hold_no_secret_also_behind_them_and_copied() -> None:
