@@ -9,6 +9,7 @@ import pytest
 from tests.bench.overlap import measure
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 def test_sampling_beside_the_update_gives_1_6_times_the_steps_per_hour(tmp_path: Path) -> None:
     """With an engine and an update that take as long as each other, on resources of their own."""

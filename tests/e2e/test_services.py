@@ -96,6 +96,7 @@ def read_artifact(services: Services, run_id: str, name: str) -> str:
         return Path(path).read_text()
 
 
+@pytest.mark.slow
 def test_a_second_up_changes_nothing(services: Services) -> None:
     before = services.run("services", "status", "--home", str(services.home), "--json")
     again = services.run("services", "up", "--home", str(services.home), "--json")
