@@ -220,7 +220,7 @@ class _Gathering:
     def _worked_row(self, problem: Problem) -> EncodedRow:
         """Cut where it would pass the model's length; as `worked_batch`."""
         prompt = self.tokenizer.encode_prompt(problem)
-        answer = self.tokenizer.encode_response(problem.worked)
+        answer = self.tokenizer.encode_worked(problem)
         return EncodedRow(prompt, answer[: self.context.run.model.max_model_len - len(prompt)])
 
     def _split(
