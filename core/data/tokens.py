@@ -17,7 +17,7 @@ from posttrain.core.contracts import PromptGroup, Rendered, Renderer, SampledGro
 from posttrain.core.data.chat import TurnEnd, stored_ends, turn_end
 from posttrain.core.data.control import ControlTokens
 from posttrain.core.data.template import TemplateConfig, TemplateRenderer
-from posttrain.core.errors import ResourceError, reading_model
+from posttrain.core.errors import DataError, ResourceError, reading_model
 from posttrain.core.types import (
     Completion,
     Message,
@@ -166,6 +166,11 @@ class ChatTokenizer:
         """
         chat = self._chat(prompt)
         if chat[-1].role == "assistant":
+            if answer.reasoning or answer.tool_calls:
+                raise DataError(
+                    "an answer that continues the prompt's last message has reasoning or tool "
+                    "calls, which have no place there: end the prompt with another message"
+                )
             return self.encode_response(answer.content)
         ids = self.renderer.answer([*chat, answer], tools)
         return ids if ids and ids[-1] in self.end_token_ids else (*ids, self.turn_end.token)

@@ -362,6 +362,15 @@ def test_an_answer_after_a_prompt_has_the_tokens_of_the_conversation(
             assert own[-1] == len(begun) + len(ids) - 1 and len(begun) in own
 
 
+def test_an_answer_that_continues_the_prompt_is_its_text_alone() -> None:
+    chat = chat_of("qwen3")
+    prompt = [user("Q"), says("It is")]
+    assert chat.tokenizer.decode(chat.encode_answer(prompt, says(" 4."))) == f" 4.{END}"
+    for answer in (says("4", reasoning="why"), says("", ToolCall("add", {"a": 1}))):
+        with pytest.raises(DataError, match="continues the prompt's last message has reasoning or"):
+            chat.encode_answer(prompt, answer)
+
+
 def test_the_first_word_is_learned_where_a_token_joins_it_to_the_prompts_blank() -> None:
     tokenizer = deepcopy(tokenizer_of("qwen2_5"))
     tokenizer.chat_template = TEMPLATES["simple"]  # "assistant: "
