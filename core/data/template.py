@@ -160,6 +160,16 @@ class TemplateRenderer(Renderer[TemplateConfig]):
         )
         return made.token_ids
 
+    def answer(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()
+    ) -> tuple[int, ...]:
+        """As in `Renderer`; of a template that writes the last message alone, the content."""
+        last = messages[-1]
+        plain = self.has_template and not (last.reasoning or last.tool_calls)
+        if plain and not self.shows("history"):
+            return self.control.encode_content(last)
+        return super().answer(messages, tools)
+
     def apart(
         self, messages: Sequence[Message], tools: Sequence[ToolSchema], turn: tuple[int, ...]
     ) -> tuple[int, ...]:
@@ -311,7 +321,7 @@ class TemplateRenderer(Renderer[TemplateConfig]):
         )
 
     def shows(self, what: str) -> bool:
-        """Whether the template writes system messages, tools, calls, their results or reasoning.
+        """Whether the template writes system messages, tools, calls, results, reasoning, history.
 
         Some templates refuse what they have no place for, others leave it out.
         """
@@ -327,6 +337,7 @@ class TemplateRenderer(Renderer[TemplateConfig]):
             }
             chat = {
                 "system": [Message("system", MARK), user],
+                "history": [Message("user", MARK), Message("assistant", "A")],
                 "tools": [user],
                 "calls": [user, Message("assistant", "", (replace(call, name=MARK),))],
                 "results": [

@@ -20,7 +20,7 @@ from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import DataError
 from posttrain.core.kit.renderers import ODD, TOOLS, random_conversation
 from posttrain.core.kit.renderers import TEXTS as ALL_TEXTS
-from posttrain.core.kit.tiny import CHARACTERS, END
+from posttrain.core.kit.tiny import BARE_TEMPLATE, CHARACTERS, END
 from posttrain.core.kit.tiny import SPECIAL as TINY_SPECIAL
 from posttrain.core.models.source import bundled_gguf
 from posttrain.core.types import Message, ToolCall
@@ -369,6 +369,13 @@ def test_an_answer_that_continues_the_prompt_is_its_text_alone() -> None:
     for answer in (says("4", reasoning="why"), says("", ToolCall("add", {"a": 1}))):
         with pytest.raises(DataError, match="continues the prompt's last message has reasoning or"):
             chat.encode_answer(prompt, answer)
+
+
+def test_an_answer_is_its_text_where_a_template_writes_the_last_message_alone() -> None:
+    chat = chat_of("chatml")
+    chat.tokenizer.chat_template = BARE_TEMPLATE
+    chat = ChatTokenizer(chat.tokenizer, None)
+    assert chat.tokenizer.decode(chat.encode_answer([user("Q")], says(" 4"))) == f" 4{EOS}"
 
 
 def test_the_first_word_is_learned_where_a_token_joins_it_to_the_prompts_blank() -> None:
