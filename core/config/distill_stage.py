@@ -123,6 +123,13 @@ class RecordTeacherStage(StageBase):
             raise ValueError(
                 "a problem has one worked answer; set num_generations: 1, or answers: sampled"
             )
+        for name in ("top_p", "top_k"):
+            usual = GenerationSection.model_fields[name].default
+            if self.answers == "worked" and getattr(self.generation, name) != usual:
+                raise ValueError(
+                    f"generation.{name} is of sampled answers, and worked ones are there already; "
+                    "remove it, or set answers: sampled"
+                )
         if self.generation.temperature == 0:
             raise ValueError(
                 "at generation.temperature 0 every log-prob is 0 or minus infinity; use a value "

@@ -5,14 +5,16 @@ The files of preferences are checked by `core.data.preference_files`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from posttrain.core.config.base import TASK_DATA, Component
 from posttrain.core.config.loading import LoadedConfig
 from posttrain.core.config.preference_stages import (
+    JudgedAnswersStage,
     PreferenceDataStage,
     PreferenceStage,
+    ProcessRewardModelStage,
     RewardModelStage,
 )
 from posttrain.core.errors import ConfigError
@@ -22,6 +24,10 @@ if TYPE_CHECKING:
 
 # Fields that say how answers are sampled: without effect in addition to a file.
 _SAMPLING = ("num_prompts", "num_generations", "pairs_per_prompt", "generation", "unfinished")
+_SAMPLING_STEPS = (
+    *("num_prompts", "num_generations", "num_continuations", "estimate", "max_steps"),
+    "generation",
+)
 # Fields of a fixed set of pairs: without effect where each round makes its own.
 _WITHOUT_ROUNDS = {
     "num_prompts": "set online.prompts_per_round",
@@ -51,6 +57,7 @@ def check_preference(
         *check.one_kind_of_data(stage),
         *check.some_factor(stage),
         *check.pair_options(stage),
+        *check.alpha(stage),
         *check.reads_scores(stage),
         *check.two_prompts(stage),
         *check.sampling(),
@@ -69,6 +76,25 @@ def check_reward_model(
         *check.sampling(),
         *check.task_brings_pairs(stage.preference_loss),
     ]
+
+
+def check_process_reward_model(
+    name: str, stage: ProcessRewardModelStage, loaded: LoadedConfig
+) -> list[str]:
+    """What has no effect in a stage that scores steps."""
+    return [] if stage.data is None else list(_without_effect(name, stage, loaded, _SAMPLING_STEPS))
+
+
+def _without_effect(
+    name: str, stage: JudgedAnswersStage, loaded: LoadedConfig, fields: Sequence[str]
+) -> Iterator[str]:
+    """Sampling settings in addition to data, where nothing is sampled."""
+    for field in fields:
+        if getattr(stage, field) != type(stage).model_fields[field].default:
+            yield loaded.problem(
+                f"stages.{name}.{field}",
+                "says how answers are sampled, but `data` gives them; remove one of the two",
+            )
 
 
 class _Check:
@@ -135,6 +161,16 @@ class _Check:
                     f"{self.losses_of_pairs('policy')}",
                 )
 
+    def alpha(self, stage: PreferenceStage) -> Iterator[str]:
+        """The coefficient of a divergence that is not there."""
+        usual = PreferenceStage.model_fields["f_alpha"].default
+        if stage.f_alpha != usual and stage.f_divergence != "alpha":
+            yield self.line(
+                "f_alpha",
+                f"is the coefficient of f_divergence: alpha, and that is {stage.f_divergence}; "
+                "remove it, or set f_divergence: alpha",
+            )
+
     def reads_scores(self, stage: PreferenceStage) -> Iterator[str]:
         """A divergence that no loss would notice; AlphaPO's scores are of bare log-probs."""
         read = any(
@@ -160,15 +196,14 @@ class _Check:
                 )
 
     def sampling(self) -> Iterator[str]:
-        """Sampling settings in addition to a file, where nothing is sampled."""
-        if self.stage.data is None:
-            return
-        for name in _SAMPLING:
-            if getattr(self.stage, name) != type(self.stage).model_fields[name].default:
-                yield self.line(
-                    name,
-                    "says how answers are sampled, but `data` gives them; remove one of the two",
-                )
+        """Settings of answers that are sampled in addition to a file, and the other way round."""
+        if self.stage.data is not None:
+            yield from _without_effect(self.name, self.stage, self.loaded, _SAMPLING)
+        if self.stage.data in (None, TASK_DATA) and self.stage.pairs_from_scores != "best_worst":
+            yield self.line(
+                "pairs_from_scores",
+                "is for a file that gives each answer a score, and `data` names none; remove it",
+            )
 
     def online(self, stage: PreferenceStage) -> Iterator[str]:
         """Settings that pairs of the current policy leave without effect, and losses of labels."""

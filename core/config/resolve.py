@@ -125,6 +125,10 @@ def resolve(loaded: LoadedConfig, manager: PluginManager) -> ResolvedRun:
             filled = EvaluateStage.model_validate(stage.model_dump() | given)
         else:
             filled, used = resolver.stage(name, stage)
+            if isinstance(filled, ProcessRewardModelStage):
+                resolver.problems += preference_checks.check_process_reward_model(
+                    name, filled, loaded
+                )
         filled, used_optimizers = resolver.optimizers(name, filled)
         used += used_optimizers
         stages[name] = filled

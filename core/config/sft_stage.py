@@ -151,6 +151,11 @@ class SftStage(StepStage):
             raise ValueError(
                 "data and inputs.dataset both say what is learned from; remove one of them"
             )
+        if self.data is None and self.held_out is None and self.loss_on != "assistant":
+            raise ValueError(
+                f"loss_on: {self.loss_on} is for conversations in `data`, and of the task's worked "
+                "answers the answer alone is learned; remove it, or give data"
+            )
         for name in ("early_stopping", "keep_best"):
             if getattr(self, name) not in (None, False) and not self.evaluate_every:
                 raise ValueError(f"{name} needs evaluate_every, such as 50 steps; set it")

@@ -70,6 +70,31 @@ class Renderer(Plugin[ConfigT]):
         """The tokens of `render` with a generation prompt, where nobody asks for the mask."""
         return self.render(messages, tools, generation_prompt=True).token_ids
 
+    def answer(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()
+    ) -> tuple[int, ...]:
+        """The tokens of the last message, an assistant's, as they follow `prompt` of the others.
+
+        With all that the format writes from there to the turn's end, so that one answer is the same
+        in a conversation, in a pair and after a prompt.
+        """
+        before = messages[:-1]
+        begun, made = self.prompt(before, tools), self.render(messages, tools)
+        rows = enumerate(zip(made.sampled, made.message, strict=True))
+        own = [place for place, (sampled, m) in rows if sampled and m == len(before)]
+        if not own:
+            return ()
+        if made.token_ids[: len(begun)] != begun:
+            return self.apart(messages, tools, made.token_ids[own[0] : own[-1] + 1])
+        return made.token_ids[len(begun) : own[-1] + 1]
+
+    def apart(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema], turn: tuple[int, ...]
+    ) -> tuple[int, ...]:
+        """The last message, whose `turn` in the conversation stands after other tokens than those
+        of the prompt, as it follows the prompt."""
+        return turn
+
     @abstractmethod
     def extend(
         self,

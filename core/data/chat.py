@@ -108,7 +108,9 @@ def _with_ids(messages: Sequence[Message], *, keep: bool = True) -> list[Message
 
 
 def _as_json(messages: Sequence[Message]) -> list[Json]:
-    return [message_to_json(message) for message in messages]
+    """Reasoning has both of the names that templates give it (gpt-oss says `thinking`)."""
+    thoughts = ({"thinking": m.reasoning} if m.reasoning else {} for m in messages)
+    return [{**message_to_json(m), **t} for m, t in zip(messages, thoughts, strict=True)]
 
 
 def _with_texts(messages: Sequence[Message]) -> list[Json]:

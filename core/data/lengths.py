@@ -137,7 +137,7 @@ def fitting_worked(
     for problem in problems:
         if problem.key not in fits:
             prompt = tokenizer.encode_prompt(problem)
-            answer = tokenizer.encode_response(problem.worked)
+            answer = tokenizer.encode_worked(problem)
             room = rule.answer_room(shown(problem), len(prompt), len(answer))
             fits[problem.key] = room is not None
     return [problem for problem in problems if fits[problem.key]]

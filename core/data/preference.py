@@ -144,6 +144,12 @@ def tokenise_pairs(
     pairs = []
     for row in rows:
         prompt, (chosen, rejected) = encode_row(row, tokenizer)
+        if chosen.token_ids == rejected.token_ids:
+            raise DataError(
+                f"{row.where}: 'chosen' and 'rejected' are the same tokens as the model's chat "
+                "template writes them, without the blanks or the reasoning in which they differ: "
+                "remove this line"
+            )
         pairs.append(
             Pair(
                 row.key,

@@ -16,6 +16,7 @@ from posttrain.core.data.control import ControlTokens
 from posttrain.core.data.tool_calls import (
     json_text,
     parse_assistant,
+    split_reasoning,
     tool_call_form,
     write_tool_calls,
 )
@@ -141,7 +142,8 @@ class TemplateRenderer(Renderer[TemplateConfig]):
         bounds = sorted(zip(moved[::2], moved[1::2], parts, strict=True), key=lambda b: b[0])
         at = 0
         for start, end, part in bounds:
-            while at < len(made.offsets) and made.offsets[at][0] < start:
+            # A token that reaches over the beginning counts: it has the first of what is said.
+            while at < len(made.offsets) and made.offsets[at][1] <= start:
                 at += 1
             while at < len(made.offsets) and made.offsets[at][0] < end:
                 sampled[at], owners[at] = part.sampled, part.place
@@ -157,6 +159,36 @@ class TemplateRenderer(Renderer[TemplateConfig]):
             self._whole(chat), chat.back, add_special_tokens=not self.has_template
         )
         return made.token_ids
+
+    def answer(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()
+    ) -> tuple[int, ...]:
+        """As in `Renderer`; of a template that writes the last message alone, the content."""
+        last = messages[-1]
+        plain = self.has_template and not (last.reasoning or last.tool_calls)
+        if plain and not self.shows("history"):
+            return self.control.encode_content(last)
+        return super().answer(messages, tools)
+
+    def apart(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema], turn: tuple[int, ...]
+    ) -> tuple[int, ...]:
+        """The last message where its first token, or the template, joins it to the prompt's end."""
+        if not self.has_template:
+            return self.control.encode_content(messages[-1])
+        chat = self._chat(messages, tools)
+        text = self._whole(chat)
+        part = next(p for p in reversed(self._parts(chat, text)) if p.place == len(messages) - 1)
+        prompt = self._text(chat.messages[:-1], chat.tools, generation_prompt=True)
+        if text.startswith(prompt):
+            return self._in_the_middle(text[len(prompt) : part.end], chat.back)
+        said = self._in_the_middle(text[part.start : part.end], chat.back)
+        if not prompt.rstrip().endswith("<think>"):
+            return said
+        # The prompt begins to reason, the turn does not: what was thought is written and closed.
+        thought = messages[-1].reasoning or split_reasoning(messages[-1].content)[0]
+        closed = Message("assistant", thought)
+        return self.control.encode_content(closed, "\n</think>\n\n") + said
 
     def extend(
         self,
@@ -211,6 +243,11 @@ class TemplateRenderer(Renderer[TemplateConfig]):
         # With the end token in front, so that nothing is taken for the beginning of a text.
         made, _ = self.control.encode(text[found.start() :], chat.back)
         return made.token_ids[1:] if ended else made.token_ids
+
+    def _in_the_middle(self, text: str, back: Mapping[str, str]) -> tuple[int, ...]:
+        """The tokens of text that is not the beginning of one: with an end token in front."""
+        end = self._end or ""
+        return self.control.encode(end + text, back)[0].token_ids[bool(end) :]
 
     def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSchema] = ()) -> Message:
         """The message that the tokens write, tool calls in the form of the config."""
@@ -284,7 +321,7 @@ class TemplateRenderer(Renderer[TemplateConfig]):
         )
 
     def shows(self, what: str) -> bool:
-        """Whether the template writes system messages, tools, calls, their results or reasoning.
+        """Whether the template writes system messages, tools, calls, results, reasoning, history.
 
         Some templates refuse what they have no place for, others leave it out.
         """
@@ -300,6 +337,7 @@ class TemplateRenderer(Renderer[TemplateConfig]):
             }
             chat = {
                 "system": [Message("system", MARK), user],
+                "history": [Message("user", MARK), Message("assistant", "A")],
                 "tools": [user],
                 "calls": [user, Message("assistant", "", (replace(call, name=MARK),))],
                 "results": [
@@ -455,7 +493,7 @@ class TemplateRenderer(Renderer[TemplateConfig]):
             if found is not None and found.end() <= following:
                 return found.end()
         if last and text == self._text(chat.messages, chat.tools):
-            return len(text)
+            return len(text) - len(self._begun)
         try:
             return self._difference(chat, text, i)
         except DataError:
@@ -488,7 +526,7 @@ class TemplateRenderer(Renderer[TemplateConfig]):
         own = [i for i, m in enumerate(chat.messages) if m.role == "assistant"]
         if rendered != text:  # the last message is continued: it has no end yet
             found = [(start, min(end, len(text))) for start, end in found if start <= len(text)]
-        found = [(start, end) for start, end in found if end > start]
+        found = [self._own_words(text, start, end) for start, end in found if end > start]
         if len(found) == len(own):
             owners = own
         else:
@@ -500,6 +538,17 @@ class TemplateRenderer(Renderer[TemplateConfig]):
             _Part(start, end, chat.places[i], True)
             for (start, end), i in zip(found, owners, strict=True)
         ]
+
+    def _own_words(self, text: str, start: int, end: int) -> tuple[int, int]:
+        """A span of `{% generation %}` without the generation prompt, and what follows the end."""
+        for opening in filter(None, (self._opening, self._opening.partition("<think>")[0])):
+            if text.startswith(opening, start, end):
+                start += len(opening)
+                break
+        ends = list(self._ends.finditer(text, start, end))
+        if ends and not text[ends[-1].end() : end].strip():
+            end = ends[-1].end()
+        return start, end
 
     def _tail(self, role: str) -> str | None:
         """What the template writes after a message of `role`, up to the assistant's words."""
@@ -525,6 +574,16 @@ class TemplateRenderer(Renderer[TemplateConfig]):
         if bare is None or prompt is None or not prompt.startswith(bare):
             return ""
         return prompt[len(bare) :]
+
+    @cached_property
+    def _begun(self) -> str:
+        """What a template without ends writes of a next turn, although nobody asked for it."""
+        chat = [Message("user", "Q"), Message("assistant", MARK)]
+        last, followed = (self._shown_text(c) or "" for c in (chat, [*chat, Message("user", "Q")]))
+        after = last.partition(MARK)[2]
+        if followed.partition(MARK)[2].startswith(after):
+            return ""
+        return after.lstrip() if self._shown_text(chat, generation_prompt=True) == last else ""
 
     @cached_property
     def _end(self) -> str | None:

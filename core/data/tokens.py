@@ -17,7 +17,7 @@ from posttrain.core.contracts import PromptGroup, Rendered, Renderer, SampledGro
 from posttrain.core.data.chat import TurnEnd, stored_ends, turn_end
 from posttrain.core.data.control import ControlTokens
 from posttrain.core.data.template import TemplateConfig, TemplateRenderer
-from posttrain.core.errors import ResourceError, reading_model
+from posttrain.core.errors import DataError, ResourceError, reading_model
 from posttrain.core.types import (
     Completion,
     Message,
@@ -139,11 +139,13 @@ class ChatTokenizer:
         ids, sampled, owners = list(made.token_ids), list(made.sampled), list(made.message)
         last = len(chat) - 1
         if chat[-1].role == "assistant":
-            own = [i for i, m, s in zip(ids, owners, sampled, strict=True) if s and m == last]
-            if not own or own[-1] not in self.end_token_ids:
-                ids.append(self.turn_end.token)
-                sampled.append(True)
-                owners.append(last)
+            rows = enumerate(zip(owners, sampled, strict=True))
+            own = [place for place, (owner, s) in rows if s and owner == last]
+            if not own or ids[own[-1]] not in self.end_token_ids:
+                until = own[-1] + 1 if own else len(ids)  # some templates begin a next turn there
+                ids = [*ids[:until], self.turn_end.token]
+                sampled = [*sampled[:until], True]
+                owners = [*owners[:until], last]
         if len(chat) > len(messages):  # the run's system prompt is not among the messages
             owners = [max(owner - 1, -1) for owner in owners]
         return Rendered(tuple(ids), tuple(sampled), tuple(owners))
@@ -157,17 +159,29 @@ class ChatTokenizer:
     def encode_answer(
         self, prompt: Sequence[Message], answer: Message, tools: Sequence[ToolSchema] = ()
     ) -> tuple[int, ...]:
-        """Token ids of the assistant's `answer` to `prompt` with its end."""
-        if not answer.tool_calls and not answer.reasoning:
+        """Token ids of the assistant's `answer` to `prompt` with its end.
+
+        They are what the template writes after the prompt, as a whole conversation has it. An
+        answer that continues the prompt's last message is its text alone.
+        """
+        chat = self._chat(prompt)
+        if chat[-1].role == "assistant":
+            if answer.reasoning or answer.tool_calls:
+                raise DataError(
+                    "an answer that continues the prompt's last message has reasoning or tool "
+                    "calls, which have no place there: end the prompt with another message"
+                )
             return self.encode_response(answer.content)
-        made = self.encode_conversation([*prompt, answer], tools)
-        rows = zip(made.token_ids, made.sampled, made.message, strict=True)
-        said = [(token, message) for token, own, message in rows if own]
-        last = max((message for _, message in said), default=-1)
-        return tuple(token for token, message in said if message == last)
+        ids = self.renderer.answer([*chat, answer], tools)
+        return ids if ids and ids[-1] in self.end_token_ids else (*ids, self.turn_end.token)
+
+    def encode_worked(self, problem: Problem) -> tuple[int, ...]:
+        """Token ids of a problem's worked answer with its end, as they follow its prompt."""
+        answer = Message("assistant", problem.worked)
+        return self.encode_answer(problem.messages, answer, problem.tools)
 
     def encode_response(self, text: str) -> tuple[int, ...]:
-        """Token ids of a whole response with its end, as the chat template writes it."""
+        """Token ids of a response that says `text` and ends, whatever the prompt."""
         said = self.control.encode_content(Message("assistant", text), self.turn_end.text)
         return (*said, self.turn_end.token)
 

@@ -35,7 +35,7 @@ def worked_batch(
     An answer is cut where it would pass `limit` tokens with its prompt.
     """
     prompts = [tokenizer.encode_prompt(p) for p in problems]
-    answers = [tokenizer.encode_response(p.worked) for p in problems]
+    answers = [tokenizer.encode_worked(p) for p in problems]
     if limit is not None:
         pairs = zip(prompts, answers, strict=True)
         answers = [answer[: max(0, limit - len(prompt))] for prompt, answer in pairs]

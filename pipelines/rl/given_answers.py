@@ -79,7 +79,7 @@ class WorkedAnswers:
 
 def worked_completion(tokenizer: ChatTokenizer, prompt: PromptGroup, longest: int) -> Completion:
     """The worked answer to `prompt`, cut at `longest` tokens, as nobody sampled it."""
-    whole = tokenizer.encode_response(prompt.problem.worked)
+    whole = tokenizer.encode_worked(prompt.problem)
     ids = whole[:longest]
     return Completion(
         token_ids=ids,

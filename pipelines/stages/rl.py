@@ -191,7 +191,7 @@ def build_loop(
 
     def worked(problem: Problem) -> tuple[int, ...]:
         prompt = tokenizer.encode_prompt(problem)
-        return (*prompt, *tokenizer.encode_response(problem.worked))
+        return (*prompt, *tokenizer.encode_worked(problem))
 
     learner: PolicyLearner
     model: ValueModel | None

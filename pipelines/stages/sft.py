@@ -220,7 +220,7 @@ class _Gathering:
     def _worked_row(self, problem: Problem) -> EncodedRow:
         """Cut where it would pass the model's length; as `worked_batch`."""
         prompt = self.tokenizer.encode_prompt(problem)
-        answer = self.tokenizer.encode_response(problem.worked)
+        answer = self.tokenizer.encode_worked(problem)
         return EncodedRow(prompt, answer[: self.context.run.model.max_model_len - len(prompt)])
 
     def _split(
@@ -244,20 +244,29 @@ class _Gathering:
         held_out: Sequence[int],
         order: list[int] | None,
     ) -> tuple[list[list[int]], list[int] | None]:
-        """Pools and order without rows that a held-out file repeats; no order if there are any."""
-        known = {rows.content(row) for row in held_out}
-        both = {row for pool in pools for row in pool if rows.content(row) in known}
+        """Pools and order without rows whose prompt, or all of which, is in the held-out file.
+
+        No order if there are any.
+        """
+        prompts, known = ({f(row) for row in held_out} for f in (rows.key, rows.content))
+        both = {
+            row
+            for pool in pools
+            for row in pool
+            if rows.key(row) in prompts or rows.content(row) in known
+        }
         if not both:
             return pools, order
         left = [[row for row in dict.fromkeys(pool) if row not in both] for pool in pools]
         if not all(left):
             raise DataError(
-                f"all rows to train on are in {self.stage.held_out} as well, expected others: "
-                "remove them from one of the two"
+                f"the prompts of all rows to train on are in {self.stage.held_out} as well, "
+                "expected others: remove them from one of the two"
             )
         self.context.warn(
-            f"{self.context.name}: {len(both)} training rows, such as {rows.name(min(both))}, are "
-            f"in {self.stage.held_out} as well; they were left out of training"
+            f"{self.context.name}: the prompts of {len(both)} training rows, such as "
+            f"{rows.name(min(both))}, are in {self.stage.held_out} as well; they were left out of "
+            "training"
         )
         self.context.tracker.log_step(0, {"data/also_held_out": float(len(both))})
         return left, None

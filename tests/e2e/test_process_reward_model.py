@@ -131,7 +131,10 @@ def test_it_learns_which_steps_are_right(tmp_path: Path, seed: int) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"data": "nowhere.jsonl"}, "cannot read nowhere.jsonl, which is not there"),
+        (
+            {"data": "nowhere.jsonl", "generation": {}},
+            "cannot read nowhere.jsonl, which is not there",
+        ),
         ({"num_continuations": 0}, "greater than or equal to 1"),
         ({"separator": ""}, "at least 1 character"),
     ],

@@ -110,7 +110,7 @@ def make_teacher(folder: Path, seed: int, end: str) -> Path:
     make_tiny_model(folder, seed=seed, layers=1, init_std=0.05, tokenizer=tokenizer)
     chat, model = ChatTokenizer(tokenizer, None), load_tiny(folder, torch.float32)
     problems = [Problem(digit, digit, 2 * digit, 2 * digit) for digit in "0123456789"]
-    rows = [(*chat.encode_prompt(p), *chat.encode_response(p.worked)) for p in problems]
+    rows = [(*chat.encode_prompt(p), *chat.encode_worked(p)) for p in problems]
     ids, optimizer = torch.tensor(rows), torch.optim.Adam(model.parameters(), lr=5e-3)
     for _ in range(60):
         labels = ids.clone()

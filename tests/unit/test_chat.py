@@ -89,22 +89,22 @@ def shown(chat: ChatTokenizer, ids: Sequence[int]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("template", "answer", "ends"),
+    ("template", "said", "answer", "ends"),
     [
-        (CHATML, f"4{END}", {EOS, END}),
-        (GEMMA, f"4{TURN}", {EOS, TURN}),
-        (SPACED, f"4 {EOS}", {EOS}),
-        (PLAIN, f"4{EOS}", {EOS}),
-        (OPENS_NEXT, f"4{EOS}", {EOS}),
-        ("{{ raise_exception('no') }}", f"4{EOS}", {EOS}),
-        (None, f"4{EOS}", {EOS}),
+        (CHATML, f"4{END}", f"4{END}", {EOS, END}),
+        (GEMMA, f"4{TURN}", f"4{TURN}", {EOS, TURN}),
+        (SPACED, f"4 {EOS}", f" 4 {EOS}", {EOS}),
+        (PLAIN, f"4{EOS}", f" 4\n\n{EOS}", {EOS}),
+        (OPENS_NEXT, f"4{EOS}", f"4{EOS}", {EOS}),
+        ("{{ raise_exception('no') }}", f"4{EOS}", "", {EOS}),
+        (None, f"4{EOS}", f"4{EOS}", {EOS}),
     ],
 )
-def test_what_is_taught_is_what_the_template_writes_after_an_answer(
-    template: str | None, answer: str, ends: set[str]
+def test_what_is_taught_is_what_the_template_writes_after_the_prompt(
+    template: str | None, said: str, answer: str, ends: set[str]
 ) -> None:
     chat = ChatTokenizer(tokenizer_of(template), None)
-    assert shown(chat, chat.encode_response("4")) == answer
+    assert shown(chat, chat.encode_response("4")) == said
     assert set(chat.end_token_ids) == ids_of(chat.tokenizer, *ends)  # type: ignore[arg-type]
     assert chat.decode_response(chat.encode_response("4")).rstrip() == "4"
     if template == "{{ raise_exception('no') }}":
@@ -115,6 +115,9 @@ def test_what_is_taught_is_what_the_template_writes_after_an_answer(
     (pair,) = tokenise_pairs([row], chat, LengthRule("drop", 999, "pairs"))
     assert shown(chat, pair.chosen_ids) == answer
     assert shown(chat, pair.rejected_ids) == answer.replace("4", "5")
+    whole = chat.encode_conversation([user("2 + 2"), Message("assistant", "4")])
+    own = zip(whole.token_ids, whole.sampled, strict=True)
+    assert tuple(token for token, sampled in own if sampled) == pair.chosen_ids
 
 
 @pytest.fixture

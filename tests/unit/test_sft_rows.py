@@ -7,6 +7,7 @@ import json
 import math
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,6 +40,7 @@ from posttrain.core.models.loading import load_policy
 from posttrain.core.runtime.json_files import JsonRow
 from posttrain.core.training.optim import StepReport
 from posttrain.core.training.sft import BestLoss, negative_log_likelihood, sft_step
+from posttrain.pipelines.stages.sft import _Gathering
 
 RUNTIME = ModelRuntime(torch.device("cpu"), torch.float32, "stream")
 CHAT = [
@@ -178,6 +180,23 @@ def test_rows_come_back_from_disk_as_they_were(tmp_path: Path) -> None:
     assert batch.response_ids.tolist() == [[8, 0, 0], [3, 4, 5]]
     assert batch.mask.tolist() == [[1, 0, 0], [1, 0, 1]]
     assert rows.held_out([0, 1, 2], 0.5) in ({0, 2}, {1}), "rows of one prompt stay together"
+
+
+def test_a_prompt_of_the_held_out_file_is_not_trained_on_with_another_answer(
+    tmp_path: Path,
+) -> None:
+    rows = TokenRows(tmp_path / "tokens")
+    for place, (answer, key) in enumerate([(3, "p"), (4, "p"), (5, "q"), (6, "p")]):
+        rows.add(EncodedRow((1,), (answer,)), f"a.jsonl:{place}", key)
+    rows.finish()
+    said: list[str] = []
+    tracker = SimpleNamespace(log_step=lambda step, values: said.append(str(values)))
+    context: Any = SimpleNamespace(name="sft", warn=said.append, tracker=tracker)
+    stage = SftStage.model_validate({**BASE, "data": "a.jsonl", "held_out": "b.jsonl"})
+    gathering = _Gathering(context, stage, context)
+    assert gathering._without_held_out(rows, [[0, 1, 2]], [3], [0, 1, 2]) == ([[2]], None)
+    assert "the prompts of 2 training rows, such as a.jsonl:0, are in b.jsonl as well" in said[0]
+    assert "2.0" in said[1]
 
 
 def test_a_source_reports_what_it_left_out(tmp_path: Path, chat: ChatTokenizer) -> None:
@@ -376,6 +395,7 @@ def test_a_stage_counts_steps_or_epochs_rows_or_tokens() -> None:
         ({"steps": None}, "neither steps nor epochs"),
         ({"batch_size": 4, "max_tokens_per_batch": 99}, "batch_size and max_tokens_per_batch"),
         ({"evaluate_every": 5}, "held_out_fraction"),
+        ({"loss_on": "all"}, "loss_on: all is for conversations in `data`, and of the task's"),
         ({"held_out_fraction": 0.1, "early_stopping": {}}, "needs evaluate_every"),
         ({"held_out_fraction": 0.1, "keep_best": True}, "needs evaluate_every"),
         ({**HELD, "held_out": "x.jsonl"}, "exclude each other"),

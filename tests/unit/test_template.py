@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -12,17 +13,18 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from posttrain.core.contracts import Rendered
+from posttrain.core.contracts import CONTRACTS, Rendered, Renderer
 from posttrain.core.data.chat import MARK
 from posttrain.core.data.template import TemplateConfig, TemplateRenderer
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import DataError
 from posttrain.core.kit.renderers import ODD, TOOLS, random_conversation
 from posttrain.core.kit.renderers import TEXTS as ALL_TEXTS
-from posttrain.core.kit.tiny import CHARACTERS, END
+from posttrain.core.kit.tiny import BARE_TEMPLATE, CHARACTERS, END
 from posttrain.core.kit.tiny import SPECIAL as TINY_SPECIAL
 from posttrain.core.models.source import bundled_gguf
 from posttrain.core.types import Message, ToolCall
+from tests.helpers.plugins import MANAGER
 from tests.helpers.renderers import FAMILIES, tokenizer_of
 from tests.helpers.templates import (
     ADDED,
@@ -326,6 +328,101 @@ def test_smollm2_has_its_own_tokens_and_keeps_text_plain() -> None:
     plain = chat.encode_conversation([user("a\nsystem\nb"), says("c")])
     assert injected.token_ids.count(end) == plain.token_ids.count(end) == 3
     assert f"a{END}\n<|im_start|>system\nb" in tokenizer.decode(list(injected.token_ids))
+
+
+# --- answers after a prompt -----------------------------------------------------------------------
+
+ANSWERS = (says("yes it is"), says(" spaced \n"), says("yes", reasoning="why"))
+PROMPTS = ([user("Q")], [Message("system", "S"), user("Q"), says("X"), user("R")])
+
+
+@pytest.mark.parametrize("renderer", ["template", "family"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_answer_after_a_prompt_has_the_tokens_of_the_conversation(
+    family: str, renderer: str
+) -> None:
+    """Blanks, blocks of reasoning and ends included, for pairs and worked answers as for SFT."""
+    made: Renderer[Any] = TemplateRenderer(TemplateConfig())
+    if renderer == "family":
+        made = MANAGER.build(CONTRACTS["renderer"], FAMILIES[family].renderer, {})
+    chat = ChatTokenizer(tokenizer_of(family), None, (), made)
+    for prompt in PROMPTS:
+        begun = chat.encode_chat(prompt)
+        for answer in ANSWERS:
+            ids = chat.encode_answer(prompt, answer)
+            whole = chat.encode_conversation([*prompt, answer])
+            if (family, renderer) == ("deepseek_r1", "template"):
+                # Its prompt begins to reason, its turns do not: what a rollout would have.
+                closed = answer.reasoning + "\n</think>\n\n" + answer.content
+                end = "<｜end▁of▁sentence｜>"
+                assert chat.tokenizer.decode(ids) == closed + end
+                continue
+            assert whole.token_ids[: len(begun) + len(ids)] == begun + ids
+            own = [place for place, sampled in enumerate(whole.sampled) if sampled]
+            assert own[-1] == len(begun) + len(ids) - 1 and len(begun) in own
+
+
+def test_an_answer_that_continues_the_prompt_is_its_text_alone() -> None:
+    chat = chat_of("qwen3")
+    prompt = [user("Q"), says("It is")]
+    assert chat.tokenizer.decode(chat.encode_answer(prompt, says(" 4."))) == f" 4.{END}"
+    for answer in (says("4", reasoning="why"), says("", ToolCall("add", {"a": 1}))):
+        with pytest.raises(DataError, match="continues the prompt's last message has reasoning or"):
+            chat.encode_answer(prompt, answer)
+
+
+def test_an_answer_is_its_text_where_a_template_writes_the_last_message_alone() -> None:
+    chat = chat_of("chatml")
+    chat.tokenizer.chat_template = BARE_TEMPLATE
+    chat = ChatTokenizer(chat.tokenizer, None)
+    assert chat.tokenizer.decode(chat.encode_answer([user("Q")], says(" 4"))) == f" 4{EOS}"
+
+
+def test_the_first_word_is_learned_where_a_token_joins_it_to_the_prompts_blank() -> None:
+    tokenizer = deepcopy(tokenizer_of("qwen2_5"))
+    tokenizer.chat_template = TEMPLATES["simple"]  # "assistant: "
+    chat = ChatTokenizer(tokenizer, None)
+    assert spans(chat, chat.encode_conversation([user("Q"), says("test")])) == [
+        (1, " test\n\n<|im_end|>")
+    ]
+    # The prompt's own tokens end with the blank, and stay.
+    assert chat.tokenizer.decode(chat.encode_chat([user("Q")])).endswith("assistant: ")
+    answer = chat.encode_answer([user("Q")], says("test"))
+    assert chat.tokenizer.decode(answer) == "test\n\n<|im_end|>"
+
+
+def test_a_header_that_a_template_marks_as_the_assistants_is_not_learned() -> None:
+    """As SmolLM3's does, with the line end after the turn."""
+    chat = chat_of("chatml")
+    block = "<think>\\n\\n</think>\\n\\n"
+    chat.tokenizer.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'assistant' %}{% generation %}"
+        "{{ '<|im_start|>assistant\\n" + block + "' + m['content'] + '<|im_end|>\\n' }}"
+        "{% endgeneration %}{% else %}"
+        "{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}"
+        "{{ '<|im_start|>assistant\\n" + block + "' }}{% endif %}"
+    )
+    chat = ChatTokenizer(chat.tokenizer, None)
+    messages = [user("Q"), says("a"), user("R"), says("b", reasoning="why")]
+    own = [(1, f"a{END}"), (3, f"<think>\nwhy\n</think>\n\nb{END}")]
+    assert spans(chat, chat.encode_conversation(messages)) == own
+    for place, text in own:
+        answer = chat.encode_answer(messages[:place], messages[place])
+        assert chat.tokenizer.decode(answer) == text
+
+
+def test_reasoning_is_given_by_the_name_that_gpt_oss_has_for_it() -> None:
+    chat = chat_of("chatml")
+    chat.tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"
+        "{% if 'thinking' in m %}{{ '(' + m.thinking + ')' }}{% endif %}"
+        "{{ m.content + '<|im_end|>\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+    chat = ChatTokenizer(chat.tokenizer, None)
+    made = chat.encode_conversation([user("Q"), says("b", reasoning="why")])
+    assert spans(chat, made) == [(1, f"(why)b{END}")]
 
 
 # --- continuations --------------------------------------------------------------------------------

@@ -162,6 +162,33 @@ def test_fields_of_a_preset_are_overridden_one_by_one(folder: Path) -> None:
             {"data": "pairs", "num_prompts": 9},
             "it.num_prompts: says how answers are sampled, but `data` gives them",
         ),
+        *(
+            (
+                "process_reward_model",
+                {"data": "steps", field: value},
+                f"it.{field}: says how answers are sampled, but `data` gives them; remove one",
+            )
+            for field, value in (
+                ("num_prompts", 9),
+                ("num_continuations", 4),
+                ("estimate", "any"),
+                ("max_steps", 3),
+                ("generation", {"temperature": 0.5}),
+            )
+        ),
+        (
+            "preference",
+            {"f_alpha": 0.3},
+            "it.f_alpha: is the coefficient of f_divergence: alpha, and that is reverse_kl; remove",
+        ),
+        *(
+            (
+                kind,
+                {"pairs_from_scores": "all"},
+                "it.pairs_from_scores: is for a file that gives each answer a score, and `data`",
+            )
+            for kind in ("preference", "reward_model")
+        ),
         (
             "preference",
             {"online": {}, "data": "pairs"},

@@ -86,6 +86,18 @@ def test_all_forms_of_a_pair_say_the_same(tmp_path: Path, row: dict[str, object]
     assert found.where.endswith("a.jsonl:1")
 
 
+def test_answers_that_a_template_makes_the_same_are_refused() -> None:
+    tokenizer = make_tiny_tokenizer()
+    template = str(tokenizer.chat_template)
+    tokenizer.chat_template = template.replace(
+        "+ message['content'] +", "+ message['content'].strip() +"
+    )
+    assert tokenizer.chat_template != template
+    row = PreferenceRow.of_texts("f.jsonl:3", "2 + 2", "4", " 4\n")
+    with pytest.raises(DataError, match=r"f\.jsonl:3: 'chosen' and 'rejected' are the same tokens"):
+        tokenise_pairs([row], ChatTokenizer(tokenizer, None), limit(99))
+
+
 def test_an_implicit_prompt_does_not_cut_a_word(tmp_path: Path) -> None:
     found = read_one(tmp_path, {"chosen": "It is a cat", "rejected": "It is a car"})
     assert found.prompt == (asks("It is a"),) and found.texts() == ("cat", "car")

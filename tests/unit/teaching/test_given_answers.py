@@ -293,6 +293,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         r"rec: .*a problem has one worked answer; set num_generations: 1, or answers: sampled",
     ),
     (
+        "sampling of worked answers",
+        {"record": {"generation": {"top_p": 0.9}}},
+        r"generation\.top_p is of sampled answers, and worked ones are there already; remove it",
+    ),
+    (
         "a record at temperature 0",
         {"record": {"generation": {"temperature": 0.0}}},
         r"at generation\.temperature 0 every log-prob is 0 or minus infinity",
