@@ -156,7 +156,8 @@ def _undressed(answer: str) -> str:
 
 
 def _squeezed(text: str) -> str:
-    return "".join(text.split())
+    """Without blanks, but for those between two digits: 1 2 is not 12."""
+    return " ".join(re.sub(r"(?<![0-9.])\s+|\s+(?![0-9.])", "", text).split())
 
 
 def _same_parts(left: list[str], right: list[str], any_order: bool) -> bool:
