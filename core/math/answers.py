@@ -39,15 +39,17 @@ _STATED = re.compile(
     rf"|(?<![0-9^_])(?P<number>{_PLAIN})"
     rf"(?:[eE](?P<e>[+-]?[0-9]+)(?![0-9A-Za-z])"
     rf"|{_TIMES}10\s*(?:\^|\*\*)\s*(?P<times>{_EXPONENT})"
-    rf"|\s*(?:\^|\*\*)\s*(?P<power>{_EXPONENT})"
+    rf"|(?:\s*\^\s*|\*\*|\s+\*\*\s+)(?P<power>{_EXPONENT})"
     r"|\s*/\s*(?P<slash>[1-9][0-9]*)(?![0-9]|\.[0-9]|\s*/)"
     r"|[ ](?P<top>[0-9]+)\s*/\s*(?P<bottom>[1-9][0-9]*)(?![0-9]|\.[0-9]|\s*/))?)"
 )
-# Digits of a unit (m^2, cm2), of an index (x_1) and of a power of a letter are not numbers.
+# Digits of a unit (m^2, cm2), of an index (x_1) and of a power of a letter are not numbers; those
+# of bold text are: "is **5**".
 _NOT_NUMBERS = re.compile(
-    r"(?<=[A-Za-z)}\]])\s*(?:\^|\*\*)\s*(?:\{[^{}]*\}|[+-]?[0-9]+)|_\s*(?:\{[^{}]*\}|[0-9]+)"
+    r"(?<=[A-Za-z)}\]])(?:\s*\^\s*|\*\*|\s+\*\*\s+)(?:\{[^{}]*\}|[+-]?[0-9]+)|_\s*(?:\{[^{}]*\}|[0-9]+)"
     r"|(?<=[0-9 ])(?:[kcdm]?m|ft|in)[23](?![0-9.])"
 )
+_EMPHASIS = re.compile(r"(?<![0-9A-Za-z)\]}_\\])_{1,2}(?=[-+]?[$0-9])")  # __5__
 _REMARK = re.compile(r"\\pmod\s*\{[^{}]*\}|\(\s*\\?[A-Za-z][^()]*\)|\b(?:mod|modulo)\s+[0-9]+")
 _MAX_POWER = 1000
 _WIDE = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | {0x3000: " "}
@@ -70,7 +72,7 @@ def stated_numbers(text: str) -> list[str]:
     "-$5" is -5, "\frac12" and "1/2" are 1/2, "10^3" is 1000, "1.5 × 10^3" is 1500, "3 1/2" is 7/2.
     What is too large to compute is left out.
     """
-    plain = _VULGAR.sub(" ", ascii_digits(text))
+    plain = _EMPHASIS.sub(" ", _VULGAR.sub(" ", ascii_digits(text)))
     plain = re.sub(r"[\u00bc-\u00be\u2150-\u215e]", _spelled, plain)
     plain = _NOT_NUMBERS.sub(" ", plain.replace("\\!", "").replace("\u2044", "/"))
     found = [_reading(match) for match in _STATED.finditer(plain)]
@@ -594,14 +596,23 @@ def bracket_depth(text: str) -> int:
 # What stands around a number in LaTeX and in prices, and is not part of it.
 _DRESSING = re.compile(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}|\\[,!;: ]|[$%]|\\[$%]|\{,\}(?=\d)")
 
+_CALCULATED = re.compile(r"<<[^<>\n]*>>")  # GSM8K's <<48+24=72>>72
 _UNIT_POWER = re.compile(r"(?<=[A-Za-z}])\s*\^\s*\{?[0-9]\}?")
 _EXPONENTS = re.compile(r"(?<=[0-9])[eE][+-]?[0-9]+")
 
 
 def number_after(text: str, marker: str) -> str | None:
-    """The first number in the line after the last `marker`; None without either."""
+    """The first number in the line after the last `marker`; None without either.
+
+    Of an equation it is the last side that is one number: "48 + 24 = 72", "72 = 48 + 24".
+    """
     line = after_marker(text, marker)
-    numbers = [] if line is None else stated_numbers(line)
+    if line is None:
+        return None
+    line = _CALCULATED.sub("", line)
+    sides = [stated_numbers(side) for side in _REMARK.sub(" ", line).split("=")]
+    results = [side for side in sides if len(side) == 1]
+    numbers = results[-1] if len(sides) > 1 and results else stated_numbers(line)
     return numbers[0] if numbers else None
 
 
@@ -618,7 +629,7 @@ def final_number(text: str) -> str | None:
     r"""The number after the last `####`, else in the last \boxed{}, else the last of the text.
 
     A box that holds several numbers, such as a fraction, is read as none: picking one of them would
-    make a wrong answer right.
+    make a wrong answer right. Of a last box that is never closed only what it holds is read.
     """
     marked = number_after(text, "####")
     if marked is not None:
@@ -631,7 +642,8 @@ def final_number(text: str) -> str | None:
         stated = stated_numbers(plain)
         written = numbers_in(_EXPONENTS.sub("", plain))
         return stated[0] if len(stated) == len(written) == 1 else None
-    return last_number(text)
+    begun = list(_BOXED.finditer(text))
+    return last_number(text[begun[-1].end() :] if begun else text)
 
 
 def _undressed(match: re.Match[str]) -> str:

@@ -134,8 +134,11 @@ class MathAccuracyReward(Reward[MathAccuracyConfig]):
         reference = sample.problem.answer
         if not reference.strip():
             return Score(None, "error", _unreadable(reference))
-        found = self._found(sample.text[-self.config.max_chars :])
+        text = sample.text[-self.config.max_chars :]
+        found = self._found(text)
         gold = normal(reference)
+        if found is None and _CAPITAL.fullmatch(gold) and not self._needs_place(text):
+            found = _chosen_in(text)
         if found is not None and (answer := normal(found)):
             if _same_text(gold, answer):
                 return Score(1.0)
@@ -149,7 +152,6 @@ class MathAccuracyReward(Reward[MathAccuracyConfig]):
             if (same := _same_value(gold, answer)) is not None:
                 return Score(float(same), detail="" if same else f"read {found}")
             reference, found = _without_modulus(reference), _without_modulus(found)
-        text = sample.text[-self.config.max_chars :]
         _warm()
         value, status, detail = in_bounded_time(lambda: self._compare(reference, found, text))
         return Score(value, status, detail)
@@ -253,6 +255,21 @@ _WITH_TEXT = re.compile(r"(?:\\[a-z]+\s*\{\s*)?(?:\([A-J]\)|[A-J][).:])(?:\}|[\s
 def _wanted(gold: str) -> tuple[str, str] | None:
     """The letter of a reference that is a choice, and its text."""
     return labelled(gold) if _CAPITAL.fullmatch(gold) or _WITH_TEXT.match(gold) else None
+
+
+# "The answer is (B)", but not "the answer is A cat" and "the answer is B or C".
+_CHOSEN = re.compile(
+    r"(?i:answer(?:\s+is)?)[\s:*$({\[]+(?:\\[a-z]+\{\(?)?"
+    r"([A-J])(?![A-Za-z0-9'_^]|\s*[=+])(?!\W{0,3}\s*(?:or|and|,|/)\W{0,3}[A-J](?![A-Za-z]))(?<![AI](?=\s[a-z]))"
+)
+
+
+def _chosen_in(text: str) -> str | None:
+    """The choice that a response names last, or is, without a box around it."""
+    if _CAPITAL.fullmatch(whole := normal(text)):
+        return whole
+    chosen = _CHOSEN.findall(text)
+    return chosen[-1] if chosen else None
 
 
 def _same_choice(gold: str, answer: str) -> bool | None:
