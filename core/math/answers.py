@@ -197,6 +197,7 @@ _TWO_QUANTITIES = re.compile(
     rf"(?:{_TEXT}\{{[^{{}}]*\}}|\\[,;! ]|[A-Za-z\s])*[0-9]"
     rf"|[0-9]\s+(?!(?:or|and)\s)(?:[A-Za-z]{{2,}},?\s+)+[0-9]"
 )
+_BOUND = re.compile(r"\b(?:or (?:more|less|fewer|greater|larger)|at (?:least|most))\b")  # no unit
 _UNIT_IN_LIST = re.compile(
     rf"(?<=[0-9}}])\s*(?:\\[,;! ]\s*)*{_TEXT}\{{[^{{}}]*\}}(?=\s*(?:[,;]|\\times|\\cdot)\s*[-0-9])"
 )
@@ -538,7 +539,7 @@ def as_latex(answer: str) -> str:
     plain = _THOUSANDS.sub("", plain) if plain[:1] not in ("(", "[", "\\") else plain
     plain = plain.replace("{,}", "")
     plain = _UNIT_IN_LIST.sub("", plain)
-    if _TWO_QUANTITIES.search(plain):
+    if _TWO_QUANTITIES.search(plain) or _BOUND.search(plain):
         words = re.sub(rf"{_TEXT}\{{([^{{}}]*)\}}", r" \1 ", plain)
         return rf"\text{{{' '.join(words.lower().split())}}}"
     if unit := _WITH_UNIT.fullmatch(plain):

@@ -313,6 +313,7 @@ def _without_modulus(answer: str) -> str:
 _PERCENT = re.compile(
     r"([+-]?)(?:([1-9][0-9]*\.[0-9]+)|([1-9][0-9]*)\s*(\\[cdt]?frac\{.+\}))\s*\\?%"
 )
+_FRACTION_PERCENT = re.compile(r"([+-]?\s*\\[cdt]?frac.+?)\s*\\?%")
 _SIGNED_PLUS = re.compile(r"(\A|[{(=])\s*\+")
 
 
@@ -329,6 +330,8 @@ def _readings(answer: str) -> list[str]:
         value = percent[1] + (percent[2] or f"({percent[3]} + {percent[4]})")
         return [as_latex(answer), value, rf"\frac{{{value}}}{{100}}"]
     first = as_latex(answer)
+    if fraction := _FRACTION_PERCENT.fullmatch(plain):
+        return [first, rf"\frac{{{fraction[1]}}}{{100}}"]
     if plain.count(r"\pm") == 1 and r"\mp" not in plain and "," not in plain:
         right = plain.rpartition("=")[2]
         plus = _SIGNED_PLUS.sub(r"\1", right.replace(r"\pm", "+"))
