@@ -51,8 +51,12 @@ KNOWN: tuple[tuple[str, Match], ...] = (
 """Data sets by pattern of their lower-case name. Programs have no verdict: a reward runs them."""
 
 _ANSWER_LINE = re.compile(r"(?im)^.*\banswer(?:\s+is)?\s*:\s*(\S.*)$")
-_UNIT = re.compile(r"\\(?:text|mbox|mathrm)\{\s[^{}]*\}(?:\^\{?\d\}?)?$")
+_UNIT = re.compile(r"\\(?:text|mbox|mathrm)\{\s(?!or |at )[^{}]*\}(?:\^\{?\d\}?)?$")
 _WORDS = re.compile(r"\\(?:text|textbf|mbox|mathrm)\{([^{}]*)\}")
+# 3\frac{1}{2} is 3 + 1/2: a closed form of it would be the product.
+_MIXED = re.compile(
+    r"(?<![0-9.])([0-9]+)\s*(\\[cdt]?frac\s*(?:\{\s*[0-9]+\s*\}\s*\{\s*[0-9]+\s*\}|[1-9][1-9](?![0-9])))"
+)
 MAX_ANSWER = 1000
 """Characters of an answer that are compared as mathematics."""
 
@@ -146,7 +150,7 @@ def same_math(left: str, right: str) -> bool:
     first, second = parts(as_interval(one)), parts(as_interval(other))
     if first[0] and second[0] and len(first[2]) > 1 and len(second[2]) > 1:
         return first[:2] == second[:2] and _same_parts(first[2], second[2], first[0] == "{")
-    return _same_value(one, other)
+    return _same_value(_MIXED.sub(r"(\1+\2)", one), _MIXED.sub(r"(\1+\2)", other))
 
 
 def _undressed(answer: str) -> str:
@@ -156,7 +160,8 @@ def _undressed(answer: str) -> str:
 
 
 def _squeezed(text: str) -> str:
-    return "".join(text.split())
+    """Without blanks, but for those between two digits: 1 2 is not 12."""
+    return " ".join(re.sub(r"(?<![0-9.])\s+|\s+(?![0-9.])", "", text).split())
 
 
 def _same_parts(left: list[str], right: list[str], any_order: bool) -> bool:

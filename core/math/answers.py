@@ -39,15 +39,17 @@ _STATED = re.compile(
     rf"|(?<![0-9^_])(?P<number>{_PLAIN})"
     rf"(?:[eE](?P<e>[+-]?[0-9]+)(?![0-9A-Za-z])"
     rf"|{_TIMES}10\s*(?:\^|\*\*)\s*(?P<times>{_EXPONENT})"
-    rf"|\s*(?:\^|\*\*)\s*(?P<power>{_EXPONENT})"
+    rf"|(?:\s*\^\s*|\*\*|\s+\*\*\s+)(?P<power>{_EXPONENT})"
     r"|\s*/\s*(?P<slash>[1-9][0-9]*)(?![0-9]|\.[0-9]|\s*/)"
     r"|[ ](?P<top>[0-9]+)\s*/\s*(?P<bottom>[1-9][0-9]*)(?![0-9]|\.[0-9]|\s*/))?)"
 )
-# Digits of a unit (m^2, cm2), of an index (x_1) and of a power of a letter are not numbers.
+# Digits of a unit (m^2, cm2), of an index (x_1) and of a power of a letter are not numbers; those
+# of bold text are: "is **5**".
 _NOT_NUMBERS = re.compile(
-    r"(?<=[A-Za-z)}\]])\s*(?:\^|\*\*)\s*(?:\{[^{}]*\}|[+-]?[0-9]+)|_\s*(?:\{[^{}]*\}|[0-9]+)"
+    r"(?<=[A-Za-z)}\]])(?:\s*\^\s*|\*\*|\s+\*\*\s+)(?:\{[^{}]*\}|[+-]?[0-9]+)|_\s*(?:\{[^{}]*\}|[0-9]+)"
     r"|(?<=[0-9 ])(?:[kcdm]?m|ft|in)[23](?![0-9.])"
 )
+_EMPHASIS = re.compile(r"(?<![0-9A-Za-z)\]}_\\])_{1,2}(?=[-+]?[$0-9])")  # __5__
 _REMARK = re.compile(r"\\pmod\s*\{[^{}]*\}|\(\s*\\?[A-Za-z][^()]*\)|\b(?:mod|modulo)\s+[0-9]+")
 _MAX_POWER = 1000
 _WIDE = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | {0x3000: " "}
@@ -70,7 +72,7 @@ def stated_numbers(text: str) -> list[str]:
     "-$5" is -5, "\frac12" and "1/2" are 1/2, "10^3" is 1000, "1.5 × 10^3" is 1500, "3 1/2" is 7/2.
     What is too large to compute is left out.
     """
-    plain = _VULGAR.sub(" ", ascii_digits(text))
+    plain = _EMPHASIS.sub(" ", _VULGAR.sub(" ", ascii_digits(text)))
     plain = re.sub(r"[\u00bc-\u00be\u2150-\u215e]", _spelled, plain)
     plain = _NOT_NUMBERS.sub(" ", plain.replace("\\!", "").replace("\u2044", "/"))
     found = [_reading(match) for match in _STATED.finditer(plain)]
@@ -174,10 +176,12 @@ _MIXED = re.compile(r"([+-]?)\s*([0-9]+)\s+([0-9]+)\s*/\s*([0-9]+)")
 _SCIENTIFIC = re.compile(rf"([+-]?{_NUMBER})[eE]([+-]?[0-9]+)")
 # A letter that is a factor, not a unit: 5 x, 2 i, 3 e.
 _FACTOR = r"(?:[abceijknpqrtuvwxyzXYZ]|[xyz]+)(?![A-Za-z])"
+_PER = "s|sec|second|min|minute|h|hr|hour|day|week|month|year|kg|L"
 # "18", "-3/4", "50 %", "5 apples", "12 cm^2": a number, perhaps a fraction, perhaps with its unit.
 _WITH_UNIT = re.compile(
     rf"([+-]?\s*{_NUMBER}(?:\s*/\s*[0-9]+)?)"
-    rf"(?:\s*(\\?%)|\s+(?!{_FACTOR})[A-Za-z][A-Za-z .]*(?:\^?[23])?)?"
+    rf"(?:\s*(\\?%)|\s+(?!{_FACTOR})[A-Za-z][A-Za-z .]*(?:(?<=[A-Za-z])\^?[23])?(?:/(?:{_PER}))?"
+    r"|\s*(?![万亿])[\u4e00-\u9fff]+)?"
 )
 _TWO_NUMBERS = re.compile(r"[0-9.]\s+[0-9.]")
 _VULGAR = re.compile(r"(?<=[0-9])(?=[\u00bc-\u00be\u2150-\u215e])")
@@ -185,7 +189,18 @@ _POWER = r"(?:\^|\*\*)\s*[{(]*\s*[0-9]"
 _HUGE = re.compile(
     rf"[0-9]\s*[)}}]*\s*{_POWER}[0-9]*\s*[)}}]*\s*{_POWER}|{_POWER}[0-9]{{4}}|[0-9]{{4}}\s*[)}}]*\s*!"
 )
-_WORDS = re.compile(r"[A-Za-z][A-Za-z' -]+")
+_WORDS = re.compile(r"(?![A-Za-z](?:\s*-\s*[A-Za-z])+\Z)[A-Za-z][A-Za-z' -]+")  # not a - b
+_TEXT = r"\\(?:text(?:bf|it|rm)?|mathrm|mathbf|mbox)\s*"
+# "5 \text{ hours } 30 \text{ minutes}": the parser reads the first number alone.
+_TWO_QUANTITIES = re.compile(
+    rf"[0-9}}]\s*(?:\\[,;! ]\s*)*{_TEXT}\{{(?!\s*(?:or|and)\s*\}})[^{{}}]*\}}"
+    rf"(?:{_TEXT}\{{[^{{}}]*\}}|\\[,;! ]|[A-Za-z\s])*[0-9]"
+    rf"|[0-9]\s+(?!(?:or|and)\s)(?:[A-Za-z]{{2,}},?\s+)+[0-9]"
+)
+_BOUND = re.compile(r"\b(?:or (?:more|less|fewer|greater|larger)|at (?:least|most))\b")  # no unit
+_UNIT_IN_LIST = re.compile(
+    rf"(?<=[0-9}}])\s*(?:\\[,;! ]\s*)*{_TEXT}\{{[^{{}}]*\}}(?=\s*(?:[,;]|\\times|\\cdot)\s*[-0-9])"
+)
 
 
 def after_marker(text: str, marker: str) -> str | None:
@@ -232,14 +247,33 @@ _SIGNS = {
 }  # fmt: skip
 _ROOT = re.compile("\u221a\\s*(?:\\(([^()]*)\\)|([0-9]+|[A-Za-z]))")
 # Its parser reads an argument of a logarithm to a base in parentheses only.
-_LOGARITHM = re.compile(r"\\log_\{?([0-9]+|[a-z])\}?\s*\{?([0-9]+|(?<=[ }])[a-z])\}?(?![0-9a-z(])")
+_LOGARITHM = re.compile(
+    r"\\log_\{?([0-9]+|[a-z])\}?\s*\{?((?:[0-9]+|(?<=[ }])[a-z])(?:\^(?:\{[^{}]*\}|[0-9a-z]))?)\}?"
+    r"(?![0-9a-z(^])"
+)
 _REPEATING = re.compile(
     r"(?<![0-9.])(?P<whole>[0-9]{0,50})\.(?P<fixed>[0-9]{0,50})"
-    r"\\(?:overline|bar|dot)\s*(?:\{\s*(?P<cycle>[0-9]{1,50})\s*\}|(?P<digit>[0-9]))"
+    r"(?:\\dot\s*\{?(?P<first>[0-9])\}?(?P<inner>[0-9]{0,50})\\dot\s*\{?(?P<last>[0-9])\}?"
+    r"|\\(?:overline|bar|dot)\s*(?:\{\s*(?P<cycle>[0-9]{1,50})\s*\}|(?P<digit>[0-9])))"
+)
+# 0.1666... and 0.3636..., but 2.718281828... does not repeat.
+_GOES_ON = re.compile(
+    r"(?<![0-9.])([0-9]{0,50})\.(?:([0-9]{0,50}?)([0-9])\3{2,50}|([0-9]{2,20}?)\4{1,20})"
+    r"(?:\s*\\[lc]?dots|\.\.\.+|\u2026)(?![0-9A-Za-z])"
 )
 _DEGREES = r"\s*(?:\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-z]))|\\degree(?![a-z]))"
 _LAYOUT = [  # LaTeX that changes how an answer looks, and the forms that the parser does not read
+    (r"\\(?:left|right)\s*\.", ""),
     (r"\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])\s*", ""),
+    (r"\\(?:blacksquare|square|checkmark|qed)\s*\Z", ""),
+    (r"\\(?:nice|s)frac(?![a-z])", r"\\frac"),
+    (r"\\big(cup|cap)(?![a-z])", r"\\\1"),
+    (r"(?<=[)\]}])\s*U\s*(?=[(\[\\])", r"\\cup "),
+    (r"\\colon(?![a-z])", ":"),
+    (r"(?<![A-Za-z\\])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
+    (r"\\(?:text|math(?:rm|it|bf)|operatorname)\s*\{\s*([ie])\s*\}", r" \1"),
+    (r"(?:\\text\s*|(?<![\\A-Za-z^_}]))\{\s*([-+])\s*\}", r"\1"),
+    (r"\\text\s*\{\s*([-+]?[0-9][0-9.,]*)\s*\}", r"\1"),
     (r"\\(?:(?:display|text)style|bf|rm|it|sf|tt|[lL]arge|small)(?![a-zA-Z])\s*", ""),
     (r"\\(?:text)?color\s*\{[^{}]*\}|\\h(?:space|skip)\s*\{[^{}]*\}|\\underline(?![a-z])", ""),
     (r"\^\s*\{?\s*(?:\\(?:text|mathrm)\s*\{)?\s*(?:st|nd|rd|th)\s*\}{0,2}(?![A-Za-z])", ""),
@@ -254,17 +288,28 @@ _LAYOUT = [  # LaTeX that changes how an answer looks, and the forms that the pa
 _TRIGONOMETRY = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
 _ANGLE = re.compile(rf"({_NUMBER})\^\\circ ?")
 _PRIMED = re.compile(r"(?<![A-Za-z\\])([A-Za-z])('+)(?![A-Za-z])")
-_WHOLE_TEXT = re.compile(r"\\(?:text(?:bf|it|rm)?|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
+_WHOLE_TEXT = re.compile(rf"{_TEXT}\{{([^{{}}]*)\}}")
 _BUILDER = re.compile(
     r"\\\{\s*[a-zA-Z]\s*(?:\\in\s*\\mathbb\{R\}\s*)?(?:\\mid(?![a-z])|[|:])(.*[<>=\\].*)\\\}"
 )
+_LEAD_WORDS = (
+    r"(?:the\s+)?(?:(?:final|correct|right)\s+)?(?:answer\s*(?:is(?:\s*:)?|:|=)"
+    r"|(?:answer|option|choice)\s*:?(?=\s*\}?\s*\(?[A-Z](?![A-Za-z])))"
+)
+_LEAD = re.compile(rf"\A\s*(?:{_TEXT}\{{\s*{_LEAD_WORDS}\s*\}}|{_LEAD_WORDS})\s*(?=\S)", re.I)
+# "k\pi, k \in \mathbb{Z}"
+_CONDITION = re.compile(
+    r"\A(.*\S)\s*(?:,|\(|\\[ ,;]|\\q?quad)\s*\(?\s*[a-z]\s*\\in\s*(?:\\mathbb\s*\{?Z\}?|Z)\s*\)?\Z"
+)
+_OTHER_DIGIT = re.compile(r"(?![0-9])\d")
 _STOPS = ".,;:?。，、；：？！ \t\n"
 _OPEN, _CLOSE = "([{", ")]}"
 
 
 def normal(answer: str) -> str:
     r"""An answer in plain characters, without what stands around it: dollars, full stops, \left."""
-    text = _VULGAR.sub(" ", answer.strip().rstrip(_STOPS).replace("\uff0c", ", "))
+    text = _GOES_ON.sub(r"\1.\2\\overline{\3\4}", answer).strip().rstrip(_STOPS)
+    text = _VULGAR.sub(" ", _OTHER_DIGIT.sub(_digit, text.replace("\uff0c", ", ")))
     text = _ROOT.sub(lambda m: rf"\sqrt{{{m[1] or m[2]}}}", ascii_digits(text))
     text = "".join(_SIGNS.get(character, character) for character in text)
     text = unicodedata.normalize("NFKC", text).replace("\u2044", "/").replace("\u2212", "-")
@@ -277,31 +322,41 @@ def normal(answer: str) -> str:
     text = text.replace("\\rbrace", "\\}").replace(r"\lbrack", "[").replace(r"\rbrack", "]")
     text = _LOGARITHM.sub(r"\\log_{\1}(\2)", text).replace(r"\varnothing", r"\emptyset")
     text = _REPEATING.sub(_as_fraction, text)
-    text = _CURRENCY.sub("", text).strip().strip("*_`\"'").strip()
+    text = _CURRENCY.sub("", text).strip().strip("*_`\"'\u201c\u201d").strip()
     if inside := _WHOLE_TEXT.fullmatch(text) or _BUILDER.fullmatch(text):
         text = inside[1]
+    text = _CONDITION.sub(r"\1", _LEAD.sub("", text))
     text = re.sub(r"\A(?:\\(?:[,;:! ]|q?quad(?![a-z])|approx(?![a-z]))|[\s=])+", "", text)
     return re.sub(r"(?:\\+[,;:! ]?|[.,;:?\s])+\Z", "", text) if len(text) > 1 else text
+
+
+def _digit(match: re.Match[str]) -> str:
+    return str(unicodedata.digit(match.group()))
 
 
 def _as_fraction(match: re.Match[str]) -> str:
     """0.1\\overline{6} as (1/6): the digits that repeat are over as many nines."""
     fixed, cycle = match["fixed"], match["cycle"] or match["digit"]
+    cycle = cycle or match["first"] + match["inner"] + match["last"]
     whole = f"{match['whole'] or 0}.{fixed or 0}"
     value = Fraction(int(cycle), 10 ** len(fixed) * (10 ** len(cycle) - 1))
     return f"({Fraction(whole) + value})"
 
 
-_IN_BASE = re.compile(r"\(?([0-9A-Za-z]{1,200})\)?\s*_\s*\{?\s*\(?([0-9]{1,2})\)?\s*\}?")
+_BASES = ("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+_IN_BASE = re.compile(
+    rf"\(?([0-9A-Za-z]{{1,200}})\)?\s*_\s*\{{?\s*\(?([0-9]{{1,2}}|{'|'.join(_BASES)})\)?\s*\}}?"
+)
 
 
 def number_in_base(text: str) -> int | None:
     """The value of a number with its base as index (1010_2, ff_{16}); None for anything else."""
     found = _IN_BASE.fullmatch(re.sub(r"\\(?:text|mathrm)\s*\{([^{}]*)\}", r"\1", text.strip()))
-    if found is None or not 2 <= int(found[2]) <= 36:
+    if found is None:
         return None
+    base = int(found[2]) if found[2].isdigit() else _BASES.index(found[2]) + 2
     try:
-        return int(found[1], int(found[2]))
+        return int(found[1], base) if 2 <= base <= 36 else None
     except ValueError:
         return None
 
@@ -327,7 +382,8 @@ def time_of_day(text: str) -> int | None:
     return int(found[1]) % 12 * 60 + int(found[2] or 0) + 720 * (found[3] in "pP")
 
 
-_TIMES_OF = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9}
+_TIMES_OF = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9,
+             "万": 10**4, "亿": 10**8}  # fmt: skip
 _MULTIPLE = re.compile(
     rf"({_NUMBER})\s*(?:\\text\s*\{{)?\s*({'|'.join(_TIMES_OF)})(?![a-z])([^{{}}]*)\}}?"
 )
@@ -339,17 +395,35 @@ def multiplied(answer: str) -> str | None:
     return f"{Fraction(found[1]) * _TIMES_OF[found[2]]}{found[3]}" if found else None
 
 
-_CHOICE = re.compile(r"\(?([A-Z])\)?")
-_CHOSEN = re.compile(r"(?:\\[a-z]+\s*\{\s*)?(?:\(([A-Za-z])\)|([A-Za-z])\s*[).:])\s*\}?\s*\S.*")
+_CHOICE = re.compile(r"[(\[]?([A-Za-z])[)\].:]?")
+_LABELLED = re.compile(
+    rf"(?:{_TEXT}\{{\s*)?(?:\(([A-Za-z])\)|([A-Za-z])\s*[).:])\s*(\}}?)(?:\\[ ,;]|[\s~])*(\S.*)"
+)
+# A second label, or a second letter right after the first: such an answer chooses nothing.
+_HEDGED = re.compile(
+    r"(?:\A|[\s,;/&}~])(?:\([A-J]\)|[A-J]\s*[).:](?:\W|\Z))|\A(?:or|and|[,;/&])\s*\(?[A-J](?![A-Za-z])"
+)
 
 
-def is_chosen(choice: str, answer: str) -> bool:
-    """Whether `answer` names the `choice` (a capital, perhaps in brackets) and goes on with it.
+def labelled(answer: str) -> tuple[str, str] | None:
+    r"""The capital that an answer chooses and the text that it goes on with, perhaps empty.
 
-    "D) 12", "(D) 12" and "D. 12" are D.
+    ("D", "12") for "D) 12", "\textbf{(D)} 12" and "D. 12"; ("D", "") for "D" and "(D)"; None for
+    other answers, and for those that name several choices.
     """
-    wanted, found = _CHOICE.fullmatch(choice), _CHOSEN.fullmatch(answer)
-    return bool(wanted and found and wanted[1] == (found[1] or found[2]).upper())
+    if alone := _CHOICE.fullmatch(answer):
+        return alone[1].upper(), ""
+    found = _LABELLED.fullmatch(answer)
+    if found is None or _HEDGED.search(found[4]):
+        return None
+    rest = found[4] if found[3] or "{" in found[4] else found[4].rstrip("}")
+    return (found[1] or found[2]).upper(), rest
+
+
+def is_hedged(answer: str) -> bool:
+    """Whether an answer names several choices."""
+    found = _LABELLED.fullmatch(answer)
+    return found is not None and _HEDGED.search(found[4]) is not None
 
 
 def parts(answer: str) -> tuple[str, str, list[str]]:
@@ -358,7 +432,9 @@ def parts(answer: str) -> tuple[str, str, list[str]]:
     ("(", "]", ["0", "1"]) for "(0,1]"; no brackets for a list without them. A comma between digits
     separates, unless others have a blank after them, or it is written {,}.
     """
-    text = answer.replace("\\{", "\x01").replace("\\}", "\x02")
+    text = re.sub(r"(?<=[0-9])\\[,! ](?=[0-9]{3}(?![0-9]))", "", answer)
+    text = re.sub(r"\\(?:[,;:! ]|q?quad(?![a-z]))", " ", text).strip()
+    text = text.replace("\\{", "\x01").replace("\\}", "\x02")
     left = right = ""
     if text[:1] in ("(", "[", "]", "\x01") and text[-1:] in (")", "]", "[", "\x02"):
         if _closes_at_end(text[1:-1]):
@@ -406,16 +482,39 @@ _BETWEEN = re.compile(
 )
 
 
+_RANGE = re.compile(r"[(\[][^()\[\]]*,[^()\[\]]*[)\]]")
+_OR = re.compile(
+    r"(?:\s|,|\\q?quad(?![a-z])|\\[ ,;])*"
+    r"(?:\\text\s*\{\s*,?\s*or\s*\}|\\(?:lor|vee)(?![a-z])|\sor\s)"
+    r"(?:\s|\\q?quad(?![a-z])|\\[ ,;])*"
+)
+_DESCENDING = re.compile(rf"([^<>=a-zA-Z]+?)\s*({_ABOVE})\s*([a-zA-Z])\s*({_ABOVE})([^<>=a-zA-Z]+)")
+_ABSOLUTE = re.compile(rf"\|\s*([a-zA-Z])\s*\|\s*({_BELOW})([^<>=]+)")
+_UNEQUAL = re.compile(r"[a-zA-Z]\s*\\neq?(?![a-z])([^<>=,]+)")
+
+
 def as_interval(answer: str) -> str:
-    r"""An inequality in one letter as the interval that it means, and a ratio of three or more as
-    the point of its quotients by the first; other answers as they are.
+    r"""An inequality in one letter as the interval that it means, several with "or" between them as
+    the union, and a ratio of three or more as the point of its quotients by the first; other
+    answers as they are.
     """
+    either = _OR.split(answer) if len(answer) < 200 else [answer]
+    if len(either) > 1:
+        ranges = [as_interval(one) for one in either]
+        return r" \cup ".join(ranges) if all(map(_RANGE.fullmatch, ranges)) else answer
     ratio = answer.split(":")
     if len(ratio) > 2:
         return "(" + ", ".join(rf"\frac{{{one}}}{{{ratio[0]}}}" for one in ratio) + ")"
     text = answer.replace(r"\lt", "<").replace(r"\gt", ">").strip()
     if member := re.fullmatch(r"[a-zA-Z]\s*\\in(?![a-z])\s*(.+)", text):
         return member[1]
+    if other := _UNEQUAL.fullmatch(text):
+        return rf"(-\infty, {other[1].strip()}) \cup ({other[1].strip()}, \infty)"
+    if size := _ABSOLUTE.fullmatch(text):
+        text = f"-({size[3]}) {size[2]} {size[1]} {size[2]} {size[3]}"
+    if down := _DESCENDING.fullmatch(text):
+        signs = [r"<" if sign == ">" else r"\le" for sign in (down[4], down[2])]
+        text = f"{down[5]} {signs[0]} {down[3]} {signs[1]} {down[1]}"
     if both := _BETWEEN.fullmatch(text):
         low, high = ("(" if both[2] == "<" else "["), (")" if both[3] == "<" else "]")
         return f"{low}{both[1].strip()}, {both[4].strip()}{high}"
@@ -439,6 +538,10 @@ def as_latex(answer: str) -> str:
     plain = normal(answer)
     plain = _THOUSANDS.sub("", plain) if plain[:1] not in ("(", "[", "\\") else plain
     plain = plain.replace("{,}", "")
+    plain = _UNIT_IN_LIST.sub("", plain)
+    if _TWO_QUANTITIES.search(plain) or _BOUND.search(plain):
+        words = re.sub(rf"{_TEXT}\{{([^{{}}]*)\}}", r" \1 ", plain)
+        return rf"\text{{{' '.join(words.lower().split())}}}"
     if unit := _WITH_UNIT.fullmatch(plain):
         number, percent = unit.groups()
         return number + (r"\%" if percent else "")
@@ -494,14 +597,23 @@ def bracket_depth(text: str) -> int:
 # What stands around a number in LaTeX and in prices, and is not part of it.
 _DRESSING = re.compile(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}|\\[,!;: ]|[$%]|\\[$%]|\{,\}(?=\d)")
 
+_CALCULATED = re.compile(r"<<[^<>\n]*>>")  # GSM8K's <<48+24=72>>72
 _UNIT_POWER = re.compile(r"(?<=[A-Za-z}])\s*\^\s*\{?[0-9]\}?")
 _EXPONENTS = re.compile(r"(?<=[0-9])[eE][+-]?[0-9]+")
 
 
 def number_after(text: str, marker: str) -> str | None:
-    """The first number in the line after the last `marker`; None without either."""
+    """The first number in the line after the last `marker`; None without either.
+
+    Of an equation it is the last side that is one number: "48 + 24 = 72", "72 = 48 + 24".
+    """
     line = after_marker(text, marker)
-    numbers = [] if line is None else stated_numbers(line)
+    if line is None:
+        return None
+    line = _CALCULATED.sub("", line)
+    sides = [stated_numbers(side) for side in _REMARK.sub(" ", line).split("=")]
+    results = [side for side in sides if len(side) == 1]
+    numbers = results[-1] if len(sides) > 1 and results else stated_numbers(line)
     return numbers[0] if numbers else None
 
 
@@ -518,7 +630,7 @@ def final_number(text: str) -> str | None:
     r"""The number after the last `####`, else in the last \boxed{}, else the last of the text.
 
     A box that holds several numbers, such as a fraction, is read as none: picking one of them would
-    make a wrong answer right.
+    make a wrong answer right. Of a last box that is never closed only what it holds is read.
     """
     marked = number_after(text, "####")
     if marked is not None:
@@ -531,7 +643,8 @@ def final_number(text: str) -> str | None:
         stated = stated_numbers(plain)
         written = numbers_in(_EXPONENTS.sub("", plain))
         return stated[0] if len(stated) == len(written) == 1 else None
-    return last_number(text)
+    begun = list(_BOXED.finditer(text))
+    return last_number(text[begun[-1].end() :] if begun else text)
 
 
 def _undressed(match: re.Match[str]) -> str:

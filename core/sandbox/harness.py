@@ -71,7 +71,14 @@ def close(value: object, expected: object, tolerance: float) -> bool:
 
 
 class Literals(ast.NodeTransformer):
-    """Turns `assert value == literal` into a call of `equals_literal`."""
+    """Turns `assert value == literal` into a call of `equals_literal`; a comparison that is a
+    statement of its own, which could not fail, is an assertion.
+    """
+
+    def visit_Expr(self, node: ast.Expr) -> ast.AST:
+        if not isinstance(node.value, ast.Compare):
+            return node
+        return self.visit_Assert(ast.copy_location(ast.Assert(node.value, None), node))
 
     def visit_Assert(self, node: ast.Assert) -> ast.AST:
         test = node.test

@@ -49,7 +49,8 @@ def read_tests(text: str, entry_point: str = "") -> list[UnitTest]:
     A list of code and of `{"input": ..., "output": ...}`; `{"inputs": [...], "outputs": [...]}`,
     with `fn_name` for calls (APPS); `{"test_list": [...]}` (MBPP); `{"test": ..., "entry_point":
     ...}` or the code of `check(candidate)` (HumanEval, `entry_point` names the function). JSON in a
-    JSON text is read as well. `ValueError` ends the sentence "metadata 'tests' ...".
+    JSON text, and lists as Python prints them, are read as well. `ValueError` ends the sentence
+    "metadata 'tests' ...".
     """
     if not text.strip():
         raise ValueError("is missing: the task must give a JSON list of tests")
@@ -62,7 +63,7 @@ def read_tests(text: str, entry_point: str = "") -> list[UnitTest]:
             except (ValueError, RecursionError) as error:
                 if not _is_python(code):
                     raise ValueError(f"is not JSON ({error})") from error
-                rows = [_with_check(code, entry_point)]
+                rows = _literal(code) or [_with_check(code, entry_point)]
     if isinstance(rows, dict):
         rows = _rows_of(rows, entry_point)
     if not isinstance(rows, list) or not rows:
@@ -76,6 +77,15 @@ def _is_python(text: str) -> bool:
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
     return True
+
+
+def _literal(code: str) -> object:
+    """A list or mapping as Python prints it, in which as code nothing could fail; else None."""
+    try:
+        found = ast.literal_eval(code.strip())
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return None
+    return found if isinstance(found, list | dict) else None
 
 
 def _with_check(code: str, entry_point: str) -> str:
@@ -94,13 +104,22 @@ def _function(name: str) -> str:
     return f"({name} if {name!r} in globals() else Solution().{name})"
 
 
+_CAN_FAIL = (ast.Assert, ast.Call, ast.Raise, ast.Compare)
 _INPUT = ("input", "stdin")
 _OUTPUT = ("output", "stdout", "expected_output", "expected")
+
+
+def _first(table: Mapping[str, object], names: Sequence[str]) -> object:
+    return next((table[name] for name in names if name in table), None)
 
 
 def _rows_of(table: dict[str, object], entry_point: str) -> object:
     """The single tests of a mapping that holds all tests of a problem."""
     inputs, outputs = table.get("inputs"), table.get("outputs")
+    if inputs is None and not table.get("fn_name") and "testtype" not in table:
+        given, wanted = _first(table, _INPUT), _first(table, _OUTPUT)
+        if isinstance(given, list) and isinstance(wanted, list) and len(given) == len(wanted):
+            inputs, outputs = given, wanted  # CodeContests
     if isinstance(inputs, list) and isinstance(outputs, list):
         if len(inputs) != len(outputs):
             raise ValueError(
@@ -128,9 +147,11 @@ def _rows_of(table: dict[str, object], entry_point: str) -> object:
 def _read_test(row: object, number: int, entry_point: str) -> UnitTest:
     if isinstance(row, str):
         try:
-            ast.parse(row)
+            tree = ast.parse(row)
         except (SyntaxError, ValueError) as error:
             raise ValueError(f"has a test {number} that is not Python: {error}") from error
+        if not any(isinstance(node, _CAN_FAIL) for node in ast.walk(tree)):
+            raise ValueError(f"has a test {number} that no program can fail: {row!r:.80}")
         return UnitTest(code=_with_check(row, entry_point))
     if isinstance(row, dict):
         given = next((name for name in _INPUT if name in row), None)
@@ -139,6 +160,8 @@ def _read_test(row: object, number: int, entry_point: str) -> UnitTest:
             name = row.get("fn_name") or ""
             if not name and row.get("testtype") == "functional":
                 name = entry_point
+                if not name:
+                    raise ValueError(f"has a test {number} of a function without 'entry_point'")
             if name:
                 return _call(str(name), row[given], row[wanted], number)
             return UnitTest(input=_stream(row[given]), output=_stream(row[wanted]))

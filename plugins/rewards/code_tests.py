@@ -21,7 +21,10 @@ from posttrain.core.types import Problem, RewardSample, Score
 _OPEN = re.compile(r"(`{3,}|~{3,})[ \t]*([\w+.#-]*)[^\n`]*\n")
 _ONE_LINE = re.compile(r"```[ \t]*(python3?|py)[ \t]+([^\n`]+)```", re.IGNORECASE)
 _MAX_CLOSES = 20  # fences in docstrings: each is a candidate for the end, and is parsed
-_PYTHON = ("python", "python3", "py", "py3", "python2")
+_PYTHON = re.compile(r"i?py(?:thon)?[0-9.]*", re.IGNORECASE)
+_SESSION = re.compile(r"\s*(?:>>>|[$%] |In \[)")
+_OF_CODE = re.compile(r"[A-Za-z_]\w*\s*[(=\[.:]|^\s*(?:import|from)\b", re.MULTILINE)
+_NEXT = re.compile(r"^[ \t]*(?:`{3,}|~{3,})[ \t]*\w", re.MULTILINE)
 
 
 STARTING_S = 10.0
@@ -133,12 +136,14 @@ def program_in(text: str, tests: str = "") -> str:
     is a program of its own, or both together. With tests that call a function it is the last block
     that defines one of the names that they use.
     """
-    found = blocks(text)
-    marked = [body for mark, body in found if mark.lower() in _PYTHON]
+    _, ended, after = text.rpartition("</think>")  # drafts are no answer
+    found = (blocks(after) if ended else []) or blocks(text)
+    marked = [body for mark, body in found if _PYTHON.fullmatch(mark)]
     bodies = marked or [body for mark, body in found if not mark]
     bodies = [body for body in bodies if body.strip()]
     if not bodies:
         return ""
+    bodies = [body for body in bodies if not _is_data(body)] or bodies
     trees = [_tree(body) for body in bodies]
     last = len(bodies) - 1
     if tests and (wanted := _names(_tree(tests))):
@@ -173,18 +178,39 @@ def blocks(text: str) -> list[tuple[str, str]]:
 def _content(text: str, opened: re.Match[str]) -> tuple[str, int]:
     """The block's content and where it ends: the first fence before which the content is Python."""
     fence = opened[1]
-    close = re.compile(rf"^[ \t>]*{fence[0]}{{{len(fence)},}}[ \t]*$", re.MULTILINE)
+    close = re.compile(
+        rf"^[ \t>]*{fence[0]}{{{len(fence)},}}[ \t]*(?:[^\w\s{{{fence[0]}][^\n`]*)?$", re.MULTILINE
+    )
     first: tuple[str, int] | None = None
     for closed in itertools.islice(close.finditer(text, opened.end()), _MAX_CLOSES):
-        body = textwrap.dedent(text[opened.end() : closed.start()])
-        found = body, closed.end()
-        if _tree(body) is not None:
+        found = _unindented(text[opened.end() : closed.start()]), closed.end()
+        if _tree(found[0]) is not None:
             return found
         first = first or found
+    # One that is never closed ends where the next one opens.
+    if following := _NEXT.search(text, opened.end(), first[1] if first else len(text)):
+        return _unindented(text[opened.end() : following.start()]), following.start()
     if first is None:
         rest = re.sub(rf"{fence[0]}{{3,}}\s*\Z", "", text[opened.end() :])
-        return textwrap.dedent(rest), len(text)
+        return _unindented(rest), len(text)
     return first
+
+
+def _unindented(block: str) -> str:
+    """Without the indent of a list, or the > of a quotation."""
+    if all(line.lstrip().startswith(">") for line in block.splitlines() if line.strip()):
+        block = re.sub(r"^[ \t]*> ?", "", block, flags=re.MULTILINE)
+    return textwrap.dedent(block)
+
+
+def _is_data(body: str) -> bool:
+    """Whether a block is an input, an output, comments or a session, and no program."""
+    tree = _tree(body)
+    if tree is None:
+        return bool(_SESSION.match(body)) or _OF_CODE.search(body) is None
+    return all(isinstance(node, ast.Expr) for node in tree.body) and not any(
+        isinstance(node, ast.Call) for node in ast.walk(tree)
+    )
 
 
 def _tree(code: str) -> ast.Module | None:

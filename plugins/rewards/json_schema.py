@@ -12,7 +12,10 @@ from posttrain.core.contracts import PluginConfig, Reward
 from posttrain.core.runtime import json_files as strict_json
 from posttrain.core.types import Problem, RewardSample, Score
 
-FENCED = re.compile(r"^```(?:json)?[ \t]*\n(.*?)\n```[ \t]*$", re.DOTALL | re.MULTILINE)
+FENCED = re.compile(
+    r"^[ \t]*```(?:json)?[ \t\r]*\n(.*?)\n[ \t]*```[ \t\r]*$",
+    re.DOTALL | re.MULTILINE | re.IGNORECASE,
+)
 
 
 class JsonSchemaConfig(PluginConfig):

@@ -24,9 +24,10 @@ from posttrain.core.math.answers import (
     as_latex,
     bracket_depth,
     has_unfinished_box,
-    is_chosen,
+    is_hedged,
     is_huge,
     is_number,
+    labelled,
     large_integer,
     last_boxed,
     multiplied,
@@ -42,6 +43,8 @@ from posttrain.core.types import Problem, RewardSample, Score, ScoreStatus
 MAX_DEPTH = 50  # its parser takes seconds where hundreds of brackets nest
 CPU_S = 0.4  # processor time for one answer; ordinary ones need 0.01 to 0.03 s, hard ones 0.2 s
 WALL_S = 0.8  # by the clock, on a machine so busy that it grants less than half a processor
+_NO_VARIABLES = re.compile(r"\\(?:text|mathrm|mathbf|mbox)\s*\{[^{}]*\}|\\[A-Za-z]+")
+_VARIABLES = re.compile(_NO_VARIABLES.pattern + "|[A-Z]")
 _TAGS = re.compile(r"</?[A-Za-z][A-Za-z_]*>")  # <answer>5</answer>
 LIBRARIES = ("math_verify", "latex2sympy2_extended", "sympy", "mpmath", "antlr4")
 KINDS = (  # of answers that are equal but written otherwise
@@ -87,9 +90,10 @@ class MathAccuracyReward(Reward[MathAccuracyConfig]):
     """R_i = 1[answer of the response = problem.answer as mathematics], else 0.
 
     1/2, 0.5 and \\frac{1}{2} are equal, so are 50% and 50 or 0.5, sets in any order, and numbers
-    with and without thousands separators, currency or unit (units are dropped, not compared). A
-    response without an answer, or with one that cannot be read, is 0 and its `detail` says so. A
-    reference that cannot be read is the data's fault: unscored, status `error`.
+    with and without thousands separators, currency or unit (units are dropped, not compared).
+    Numbers below 0.001 must agree in three digits as well. A response without an answer, or with
+    one that cannot be read, is 0 and its `detail` says so. A reference that cannot be read is the
+    data's fault: unscored, status `error`.
 
     Points, intervals and sets are compared part for part, with their brackets. math-verify's own
     time limits are off: they are signals, which raise outside a main thread and cannot interrupt a
@@ -118,6 +122,8 @@ class MathAccuracyReward(Reward[MathAccuracyConfig]):
         gold = normal(reference)
         if is_number(gold) or large_integer(gold) is not None or number_in_base(gold) is not None:
             return ""
+        if _wanted(gold) is not None:
+            return ""
         if not reference.strip():
             return _unreadable(reference)
         _warm()
@@ -128,19 +134,24 @@ class MathAccuracyReward(Reward[MathAccuracyConfig]):
         reference = sample.problem.answer
         if not reference.strip():
             return Score(None, "error", _unreadable(reference))
-        found = self._found(sample.text[-self.config.max_chars :])
+        text = sample.text[-self.config.max_chars :]
+        found = self._found(text)
         gold = normal(reference)
+        if found is None and _CAPITAL.fullmatch(gold) and not self._needs_place(text):
+            found = _chosen_in(text)
         if found is not None and (answer := normal(found)):
             if _same_text(gold, answer):
                 return Score(1.0)
             if is_number(gold) and is_number(answer) and same_number(gold, answer):
                 return Score(1.0)
-            if is_chosen(gold, answer):
-                return Score(1.0)
+            if (chosen := _same_choice(gold, answer)) is not None:
+                return Score(float(chosen), detail="" if chosen else f"read {found[:80]}")
+            choice = _wanted(gold)
+            if choice is not None and choice[1]:
+                reference = choice[1]
             if (same := _same_value(gold, answer)) is not None:
                 return Score(float(same), detail="" if same else f"read {found}")
             reference, found = _without_modulus(reference), _without_modulus(found)
-        text = sample.text[-self.config.max_chars :]
         _warm()
         value, status, detail = in_bounded_time(lambda: self._compare(reference, found, text))
         return Score(value, status, detail)
@@ -150,11 +161,13 @@ class MathAccuracyReward(Reward[MathAccuracyConfig]):
         from math_verify import verify
 
         def equal(gold: list[Any], answer: list[Any]) -> bool:
-            return bool(
-                verify(gold, answer, float_rounding=self.config.precision, timeout_seconds=None)
-            )
+            precision = self.config.precision
+            same = verify(gold, answer, float_rounding=precision, timeout_seconds=None)
+            return bool(same) and not _differ_though_small(gold[0], answer[0], precision)
 
-        golds = [one for one in map(_parsed_answer, _readings(reference)) if one]
+        reference, found = _with_capitals_apart(reference, found)
+
+        golds = _read(reference)
         if not golds:
             if is_huge(reference):
                 return 0.0, "ok", "the reference is too large to compute"
@@ -168,7 +181,7 @@ class MathAccuracyReward(Reward[MathAccuracyConfig]):
                 return 0.0, "ok", f"read {found[:80]}"
             if (by_parts := self._by_parts(reference, found, equal)) is not None:
                 return float(by_parts), "ok", "" if by_parts else f"read {found[:80]}"
-            answers = [one for one in map(_parsed_answer, _readings(found)) if one]
+            answers = _read(found)
         if not answers:
             return 0.0, "ok", "no answer found"
         right = any(equal(gold, answer) for gold in golds for answer in answers)
@@ -235,23 +248,111 @@ def _same_value(gold: str, answer: str) -> bool | None:
     return wanted[1] == found[1] and (wanted[0] - found[0]) % wanted[1] == 0
 
 
+_CAPITAL = re.compile(r"[(\[]?[A-Z][)\].:]?")
+_WITH_TEXT = re.compile(r"(?:\\[a-z]+\s*\{\s*)?(?:\([A-J]\)|[A-J][).:])(?:\}|[\s~]|\\[ ,;])")
+
+
+def _wanted(gold: str) -> tuple[str, str] | None:
+    """The letter of a reference that is a choice, and its text."""
+    return labelled(gold) if _CAPITAL.fullmatch(gold) or _WITH_TEXT.match(gold) else None
+
+
+# "The answer is (B)", but not "the answer is A cat" and "the answer is B or C".
+_CHOSEN = re.compile(
+    r"(?i:answer(?:\s+is)?)[\s:*$({\[]+(?:\\[a-z]+\{\(?)?"
+    r"([A-J])(?![A-Za-z0-9'_^]|\s*[=+])(?!\W{0,3}\s*(?:or|and|,|/)\W{0,3}[A-J](?![A-Za-z]))(?<![AI](?=\s[a-z]))"
+)
+
+
+def _chosen_in(text: str) -> str | None:
+    """The choice that a response names last, or is, without a box around it."""
+    if _CAPITAL.fullmatch(whole := normal(text)):
+        return whole
+    chosen = _CHOSEN.findall(text)
+    return chosen[-1] if chosen else None
+
+
+def _same_choice(gold: str, answer: str) -> bool | None:
+    """Whether both choose the same letter; None where they are compared as answers.
+
+    The reference is a capital, perhaps with the text of that choice, which then answers as well.
+    """
+    wanted, found = _wanted(gold), labelled(answer)
+    if wanted is None:
+        return None
+    if found is None:
+        return False if is_hedged(answer) else None
+    if found[0] == wanted[0]:
+        return True
+    return False if _wanted(answer) else None
+
+
+def _with_capitals_apart(reference: str, found: str | None) -> tuple[str, str | None]:
+    """Both with other letters for those that an answer has in both cases: math-verify reads R as r,
+    so that R - r would be 0.
+    """
+    texts = [reference] if found is None else [reference, found]
+    plain = [_NO_VARIABLES.sub(" ", text) for text in texts]
+    if any(re.search("[a-z]{3}", text) for text in plain):  # words, which are compared as such
+        return reference, found
+    both = {c for text in plain for c in text if "A" <= c <= "Z" and c.lower() in text}
+    free = [c for c in "xyzabcjknpqrtuvw" if all(c not in text.lower() for text in plain)]
+    other = dict(zip(sorted(both), free, strict=False))
+
+    def renamed(text: str) -> str:
+        return _VARIABLES.sub(lambda m: other.get(m.group(), m.group()), text)
+
+    return renamed(reference), None if found is None else renamed(found)
+
+
 def _without_modulus(answer: str) -> str:
     found = residue(normal(answer))
     return answer if found is None else str(found[0])
 
 
+_PERCENT = re.compile(
+    r"([+-]?)(?:([1-9][0-9]*\.[0-9]+)|([1-9][0-9]*)\s*(\\[cdt]?frac\{.+\}))\s*\\?%"
+)
+_FRACTION_PERCENT = re.compile(r"([+-]?\s*\\[cdt]?frac.+?)\s*\\?%")
+_SIGNED_PLUS = re.compile(r"(\A|[{(=])\s*\+")
+
+
 def _readings(answer: str) -> list[str]:
-    """The answer as LaTeX; "1,100" is a number, and is a list as well; "2 million" is 2, of which
-    the unit is dropped, and 2000000.
+    """The answer as LaTeX, and other ways to read it.
+
+    "1,100" is a number, and is a list as well; "2 million" is 2, of which the unit is dropped, and
+    2000000; "12.5%" is 0.125, and 12.5 where per cent were asked for.
     """
     plain = normal(answer)
     if number := multiplied(plain):
         return [as_latex(answer), as_latex(number)]
+    if percent := _PERCENT.fullmatch(plain):
+        value = percent[1] + (percent[2] or f"({percent[3]} + {percent[4]})")
+        return [as_latex(answer), value, rf"\frac{{{value}}}{{100}}"]
+    first = as_latex(answer)
+    if fraction := _FRACTION_PERCENT.fullmatch(plain):
+        return [first, rf"\frac{{{fraction[1]}}}{{100}}"]
+    if plain.count(r"\pm") == 1 and r"\mp" not in plain and "," not in plain:
+        right = plain.rpartition("=")[2]
+        plus = _SIGNED_PLUS.sub(r"\1", right.replace(r"\pm", "+"))
+        return [first, plus + ", " + right.replace(r"\pm", "-")]
+    if (union := as_interval(plain)) != plain and r"\cup" in union:
+        return [first, union]
     # 1,000 is not a list: nobody writes 000 for a part.
     listed = re.sub(r"(?<=[0-9]),(?=0(?![0-9])|[1-9])", ", ", plain)
-    first = as_latex(answer)
     two = listed != plain and "," in listed and plain[:1] not in ("(", "[", "\\")
     return [first, listed] if two else [first]
+
+
+def _read(answer: str) -> list[list[Any]]:  # Any: SymPy's expressions
+    """What the parser reads of an answer, or else of what it states after its last "=":
+    "P(A|B) = 1/2".
+    """
+    found = [one for one in map(_parsed_answer, _readings(answer)) if one]
+    before, equals, after = answer.rpartition("=")
+    if found or not equals or before.rstrip()[-1:] in ("<", ">", "!", "\\"):
+        return found
+    return [one for one in map(_parsed_answer, _readings(after)) if one]
 
 
 def same_brackets(reference: str, found: str) -> bool:
@@ -339,7 +440,9 @@ def _parsed(text: str, *, anything: bool = False) -> list[Any]:  # Any: SymPy's 
     if anything:
         targets = [LatexExtractionConfig(boxed_match_priority=-1), ExprExtractionConfig()]
     found: list[Any] = parse(text, targets, fallback_mode="no_fallback", parsing_timeout=None)
-    return [_with_imaginary_unit(one) for one in found]
+    read = [_with_imaginary_unit(one) for one in found]
+    # Two equations that do not hold would be equal, whatever they say.
+    return [] if any(str(one) == "False" for one in read) else read
 
 
 def _with_imaginary_unit(found: Any) -> Any:  # Any: SymPy's expressions, or text
@@ -349,7 +452,28 @@ def _with_imaginary_unit(found: Any) -> Any:  # Any: SymPy's expressions, or tex
     if not isinstance(found, sympy.Basic | sympy.MatrixBase):
         return found
     letters = [symbol for symbol in found.free_symbols if symbol.name == "i"]
+    if not letters:
+        return found
+    unit = dict.fromkeys(letters, sympy.I)
+    if isinstance(found, sympy.Equality) and found.lhs.is_Symbol and found.lhs not in letters:
+        return found.rhs.subs(unit)  # z = 2 + i: of a real z, which it is taken for, it is false
     try:
-        return found.subs(dict.fromkeys(letters, sympy.I)) if letters else found
+        return found.subs(unit)
     except TypeError:  # an inequality: there it is a letter
         return found
+
+
+def _differ_though_small(gold: Any, answer: Any, precision: int) -> bool:  # Any: as above
+    """Whether two numbers differ in their first three digits. math-verify rounds to decimals, and
+    takes differences below 1e-15 for none: 1e-20 would be 1e-21.
+    """
+    import sympy
+
+    if not all(isinstance(one, sympy.Expr) and one.is_number for one in (gold, answer)):
+        return False
+    try:
+        left, right = (complex(one.evalf(15)) for one in (gold, answer))
+    except (TypeError, ValueError, OverflowError):
+        return False
+    largest = max(abs(left), abs(right))
+    return largest < min(1e-3, 10.0 ** (3 - precision)) and abs(left - right) > 1e-3 * largest

@@ -36,6 +36,19 @@ P = "print(3)"
         f"```bash\nls\n```\n```python\n{P}\n```",
         f"```python\n{P}\n```\n```text\n3\n```",
         f"```python\nprint(2)\n```\nBetter:\n```python\n{P}\n```",
+        f"```ipython\n{P}\n```",
+        f"```python3.11\n{P}\n```",
+        f"```python\n{P}\n```.",
+        f"```python\n{P}\n```<|im_end|>",
+        f"> ```python\n> {P}\n> ```",
+        f"```\n{P}\n```\nOutput:\n```\n3\n```",
+        f"```python\n{P}\n```\nInput:\n```python\n5 3\n```",
+        f"```python\n{P}\n```\n```python\n>>> f(1)\n2\n```",
+        f"```python\n{P}\n```\nRun it:\n```python\n$ python a.py\n```",
+        f"```python\n{P}\n```\n```python\n# Output: 3\n```",
+        f"<think>\n```python\nprint(4)\n</think>\n```python\n{P}\n```",
+        f"```python\nprint(4)\n\nBetter:\n```python\n{P}\n```",
+        f"```python\nx = 4\n\n```python\n{P}\n```",
     ],
 )
 def test_a_block_is_found_however_it_is_fenced(text: str) -> None:
@@ -97,6 +110,10 @@ def test_outputs(got: str, expected: str, same: bool) -> None:
         ([{"stdin": "1", "stdout": "2"}], [("1", "2")]),
         ([{"input": "1", "output": "2", "testtype": "stdin"}], [("1", "2")]),
         ({"input": "1", "output": "2"}, [("1", "2")]),
+        ({"input": ["1", "3"], "output": ["2", "4"]}, [("1", "2"), ("3", "4")]),
+        ({"input": ["1", "3"], "output": ["2"]}, [("1\n3", "2")]),
+        (str([{"input": "1", "output": "2"}]), [("1", "2")]),
+        (str({"inputs": ["1"], "outputs": ["2"]}), [("1", "2")]),
         (json.dumps([{"input": "1", "output": "2"}]), [("1", "2")]),
     ],
 )
@@ -146,10 +163,13 @@ def solves(code: str, tests: object, entry_point: str = "") -> bool:
         ("[a, a]", {"inputs": [[1]], "outputs": [[1, 1, 1]], "fn_name": "f"}, False),
         ("sum(a)", {"inputs": ["[1, 2]"], "outputs": ["3"], "fn_name": "f"}, True),
         ("a + 1", {"test_list": ["assert f(1) == 2"]}, True),
+        ("a + 2", str(["assert f(1) == 2"]), False),
+        ("a + 1", {"input": [1], "output": 2, "fn_name": "f"}, True),
+        ("[a, b]", {"input": [1, 2], "output": [1, 2], "fn_name": "f"}, True),
     ],
 )
 def test_calls_are_read_in_all_forms(body: str, tests: object, right: bool) -> None:
-    assert solves(f"def f(a): return {body}", tests) is right
+    assert solves(f"def f(a, b=0): return {body}", tests) is right
 
 
 def test_human_eval_and_solution_classes() -> None:
@@ -161,5 +181,9 @@ def test_human_eval_and_solution_classes() -> None:
     assert solves(method, {"inputs": [[1]], "outputs": [2], "fn_name": "f"})
     with pytest.raises(ValueError, match="entry_point"):
         read_tests(check)
+    with pytest.raises(ValueError, match="entry_point"):
+        read_tests('[{"input": "1", "output": "2", "testtype": "functional"}]')
+    with pytest.raises(ValueError, match="no program can fail"):
+        read_tests('["f", "2"]')
     with pytest.raises(ValueError, match="2 inputs and 1 outputs"):
         read_tests('{"inputs": ["1", "2"], "outputs": ["1"]}')

@@ -99,6 +99,12 @@ def test_assertions_cannot_be_passed_by_leaving_or_by_equalling_everything(code:
     assert (found.value, found.status) == (0.0, "ok") and found.detail
 
 
+def test_a_comparison_without_assert_is_a_test() -> None:
+    tests = ["add(1, 2) == 3"]
+    assert score("def add(a, b): return a + b", tests).value == 1.0
+    assert score("def add(a, b): return a - b", tests).value == 0.0
+
+
 def test_a_value_within_a_list_may_not_equal_everything_either() -> None:
     code = "class Any:\n    def __eq__(self, other): return True\ndef f(): return [1, Any()]"
     assert score(code, ["assert f() == [1, 2]"]).value == 0.0

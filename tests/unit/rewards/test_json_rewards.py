@@ -71,6 +71,14 @@ def test_deep_and_huge_texts_are_refused_without_an_error() -> None:
     assert score("json_schema", sample("[" + "1," * 100_000 + "1]")).value == 1.0
 
 
+@pytest.mark.parametrize(
+    "text",
+    ['```JSON\n{"x": 1}\n```', '```json\r\n{"x": 1}\r\n```', '- a:\n  ```json\n  {"x": 1}\n  ```'],
+)
+def test_a_fence_may_be_indented_in_capitals_and_end_in_crlf(text: str) -> None:
+    assert fits(text, fenced="required").value == 1.0
+
+
 def test_a_fenced_block_is_read_where_that_is_allowed() -> None:
     block = '```json\n{"x": 1}\n```'
     for text, allowed, required in (

@@ -195,6 +195,26 @@ def test_what_is_too_large_to_compute_never_reaches_the_parser(
         assert graded_here("5", text) == Score(0.0, detail="no answer found")
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("B", 1.0),
+        ("**B**", 1.0),
+        ("The answer is (B).", 1.0),
+        ("The correct answer is **B**: because", 1.0),
+        ("Answer: $\\text{(B)}$", 1.0),
+        ("The answer is A. Wait, the answer is B.", 1.0),
+        ("The answer is B. Wait, the answer is A.", 0.0),
+        ("The answer is B or C.", 0.0),
+        ("The answer is B = 5.", 0.0),
+        ("B is wrong", 0.0),
+    ],
+)
+def test_a_choice_is_read_from_a_sentence(graded: Grade, text: str, value: float) -> None:
+    assert graded("B", text).value == value
+    assert graded("A", "The answer is A cat.").value == 0.0
+
+
 def test_powers_and_factorials_of_ordinary_size_are_computed(graded: Grade) -> None:
     for answer, written in (("1024", "2^{10}"), ("10^9", "10^{9}"), ("120", "5!")):
         assert graded(answer, f"#### {written}").value == 1.0
