@@ -39,9 +39,12 @@ from posttrain.core.training.checkpoint import (
     read_step,
 )
 from posttrain.core.training.step_record import STEPS, StepRecord, StepRecorder, read_record
+from posttrain.pipelines.analysis.past_run import open_record, open_run
+from posttrain.pipelines.api.fork import make_fork
 from posttrain.pipelines.rl.recording import TRACKED_FILE, tracked_rows
 from posttrain.pipelines.services.layout import Layout, Ports
 from posttrain.pipelines.services.processes import find
+from tests.helpers.made_runs import RUN, made_run
 
 ANSWER = Answer(True, "ada@host", "reads well", "2026-01-02T03:04:05+00:00", "terminal")
 STATE = {
@@ -254,6 +257,29 @@ def test_the_last_line_of_a_journal_may_be_cut_and_no_other(tmp_path: Path) -> N
     path.write_text(f"{first[:-4]}\n{second}\n")
     with pytest.raises(PosttrainError, match=r"metrics-rl\.jsonl:1 is not what a run wrote"):
         read_journal(path)
+
+
+@pytest.mark.parametrize(
+    "damage, says",
+    [
+        (lambda path: path.write_text(path.read_text()[:-400]), "was changed after the run wrote"),
+        (lambda path: path.write_text(""), "was changed after the run wrote"),
+        (lambda path: path.unlink(), "cannot be read: .*config.yaml: No such file"),
+    ],
+)
+def test_nothing_is_computed_under_a_config_that_is_not_the_runs(
+    tmp_path: Path, damage: Callable[[Path], object], says: str
+) -> None:
+    (tmp_path / "model").mkdir()
+    home, store = tmp_path / "home", tmp_path / "home" / "artifacts"
+    made_run(home, tmp_path / "model")
+    assert open_record(RUN, home, store).resolved.config.name == "tiny"
+    damage(find_run(home, RUN).config)
+    for opened in (open_record, open_run):
+        with pytest.raises(ResourceError, match=says):
+            opened(RUN, home, store)
+    with pytest.raises(ResourceError, match=says):
+        make_fork(RUN, home, step=1, stage="rl", overrides=[])
 
 
 def test_other_names_in_a_folder_of_steps_are_no_steps(tmp_path: Path) -> None:
