@@ -12,9 +12,9 @@ from typing import Any
 import psutil
 import pytest
 
-from posttrain.core.analysis.evidence import steps_in
+from posttrain.core.analysis.evidence import step_files, steps_in
 from posttrain.core.data.cursor import Cursor, PinnedModel, read_cursor, write_cursor
-from posttrain.core.errors import PosttrainError, ResourceError
+from posttrain.core.errors import PosttrainError, ResourceError, RunError
 from posttrain.core.runtime.files import whole_folder
 from posttrain.core.runtime.processes import owner
 from posttrain.core.store.ancestry import Family
@@ -28,7 +28,7 @@ from posttrain.core.store.approval import (
 )
 from posttrain.core.store.artifacts import Artifact, ArtifactStore, StageResult
 from posttrain.core.store.locks import locked
-from posttrain.core.store.manifests import MANIFEST
+from posttrain.core.store.manifests import MANIFEST, tree_digests
 from posttrain.core.store.run_record import RECORD, RunRecorder, find_run
 from posttrain.core.tracking.journal import Journal, JournalRow, read_journal
 from posttrain.core.tracking.registry import TAG_ROLLED_BACK, RegisteredVersion
@@ -39,7 +39,7 @@ from posttrain.core.training.checkpoint import (
     read_step,
 )
 from posttrain.core.training.step_record import STEPS, StepRecord, StepRecorder, read_record
-from posttrain.pipelines.analysis.past_run import open_record, open_run
+from posttrain.pipelines.analysis.past_run import open_record, open_run, read_unchanged
 from posttrain.pipelines.api.fork import make_fork
 from posttrain.pipelines.rl.recording import TRACKED_FILE, tracked_rows
 from posttrain.pipelines.services.layout import Layout, Ports
@@ -280,6 +280,29 @@ def test_nothing_is_computed_under_a_config_that_is_not_the_runs(
             opened(RUN, home, store)
     with pytest.raises(ResourceError, match=says):
         make_fork(RUN, home, step=1, stage="rl", overrides=[])
+
+
+def test_evidence_that_was_removed_is_missed(tmp_path: Path) -> None:
+    """A summary of the steps that are left would pass for one of the run."""
+    (tmp_path / "model").mkdir()
+    home, store = tmp_path / "home", ArtifactStore(tmp_path / "home" / "artifacts")
+    record, identity = made_run(home, tmp_path / "model"), "e" * 64
+    partial = store.begin("rl")
+    (partial / "evidence").mkdir()
+    for step in (1, 2):
+        for path in step_files(partial / "evidence", step):
+            path.write_text(path.name)
+    done = StageResult("rl", "rl", "ran", (), {}, 1.0)
+    store.commit(partial, done, identity, {}, tree_digests(partial))
+    record.stage("rl", identity)
+    for path in step_files(store.folder("rl", identity) / "evidence", 2):
+        path.unlink()
+    found = open_record(RUN, home, store.root).evidence("rl")
+    assert found.steps == (1, 2)
+    with pytest.raises(
+        RunError, match=r"evidence of step 2 was changed after the run: .*step-0000"
+    ):
+        read_unchanged(found, 2)
 
 
 def test_other_names_in_a_folder_of_steps_are_no_steps(tmp_path: Path) -> None:
