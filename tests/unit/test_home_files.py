@@ -15,7 +15,7 @@ import pytest
 from posttrain.core.analysis.evidence import step_files, steps_in
 from posttrain.core.data.cursor import Cursor, PinnedModel, read_cursor, write_cursor
 from posttrain.core.errors import PosttrainError, ResourceError, RunError
-from posttrain.core.runtime.files import whole_folder
+from posttrain.core.runtime.files import whole_folder, write_text
 from posttrain.core.runtime.processes import owner
 from posttrain.core.store.ancestry import Family
 from posttrain.core.store.approval import (
@@ -353,3 +353,34 @@ def test_a_folder_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
         assert not final.exists()
     assert [path.name for path in final.parent.iterdir()] == ["made"]
     assert (final / "first").read_text() == "1"
+
+
+def test_a_link_from_a_file_system_to_another_stays(tmp_path: Path) -> None:
+    """As /dev/stdout is one, in a command whose output goes to a file."""
+    shared = Path("/dev/shm")
+    if not shared.is_dir() or shared.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("there is one file system")
+    (tmp_path / "file").write_text("old")
+    link = shared / f"posttrain-test-{os.getpid()}"
+    link.symlink_to(tmp_path / "file")
+    try:
+        write_text(link, "new")
+        assert link.is_symlink() and (tmp_path / "file").read_text() == "new"
+    finally:
+        link.unlink()
+
+
+def test_a_device_or_a_pipe_is_written_into_and_stays(tmp_path: Path) -> None:
+    """Root may rename a file over /dev/null: pages go where `--out` says."""
+    pipe, link = tmp_path / "pipe", tmp_path / "link"
+    os.mkfifo(pipe)
+    with pytest.raises(OSError, match="No such device or address"):
+        write_text(pipe, "nobody reads")
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    link.symlink_to(pipe)
+    for path in (pipe, link):
+        write_text(path, "text")
+        assert os.read(reader, 9) == b"text"
+    os.close(reader)
+    assert pipe.is_fifo() and link.is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "pipe"]
