@@ -120,6 +120,8 @@ def write_bytes(path: Path, data: bytes) -> None:
         return
     if path.exists() and path.stat().st_dev != path.lstat().st_dev:
         path = path.resolve()  # /dev/stdout that was sent to a file
+    if path.is_dir():  # "" and "/" have no name that another could be made of
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     partial = path.with_name(f".partial-{path.name}-{uuid.uuid4().hex[:12]}")
     try:
         partial.write_bytes(data)

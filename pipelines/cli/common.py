@@ -53,6 +53,8 @@ def say_aside(text: str) -> None:
 
 _NO_ACCESS = {errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.EROFS, errno.ELOOP}
 _NO_ACCESS |= {errno.EEXIST}  # a file where a folder is to be made
+_NO_TEXT = "surrogates not allowed"
+"""The reason of Python's error for bytes of an argument that are no UTF-8."""
 _NO_HOME = "Could not determine home directory"
 """The start of the error that `Path.expanduser` raises for `~NAME` of an unknown user."""
 EPILOG_CODES = (
@@ -239,6 +241,12 @@ class Boundary(contextlib.AbstractContextManager[None]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if isinstance(error, typer.Abort) and isinstance(error.__context__, EOFError):
+            message = (
+                "a question had no answer, since standard input ended: answer by options, or take "
+                "the defaults with --yes"
+            )
+            self._stop(message, ConfigError.exit_code)
         if error is None or isinstance(error, typer.Exit | typer.Abort | typer.BadParameter):
             return
         if self.debug and not isinstance(error, SystemExit | KeyboardInterrupt):
@@ -262,6 +270,12 @@ class Boundary(contextlib.AbstractContextManager[None]):
             name = str(error.filename or "")
             message = f"no file can have a name as long as '{name[:60]}...'; correct the path"
             self._stop(message, ResourceError.exit_code)
+        elif isinstance(error, UnicodeEncodeError) and error.reason == _NO_TEXT:
+            message = (
+                f"an argument or the name of a file is no UTF-8 text ({error.object[:60]!r}), and "
+                "cannot be written into one; correct it"
+            )
+            self._stop(message, ConfigError.exit_code)
         elif isinstance(error, RuntimeError) and str(error).startswith(_NO_HOME):
             message = (
                 "a path begins with '~' and a name that no user of this machine has; correct it"

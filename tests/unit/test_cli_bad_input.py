@@ -14,6 +14,7 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
+from posttrain.core.models.tiny import make_tiny_model
 from posttrain.pipelines.cli.main import app
 
 GOOD = """\
@@ -213,3 +214,20 @@ def test_a_setting_that_prefect_refuses_is_refused_by_its_name(tmp_path: Path) -
     assert done.stderr.startswith("error: PREFECT_API_REQUEST_TIMEOUT is 'soon', which Prefect ")
     assert done.stderr.count("\n") == 1
     assert not home.exists()
+
+
+@pytest.mark.parametrize("out", ["", "/"])
+def test_a_folder_is_no_file_to_write(tmp_path: Path, out: str) -> None:
+    assert "Is a directory" in refused(tmp_path, ["schema", "--out", out], 4)
+
+
+def test_a_question_without_anybody_to_answer_says_what_to_do(tmp_path: Path) -> None:
+    assert "--yes" in refused(tmp_path, ["init", str(tmp_path / "new")], 2)
+    assert not (tmp_path / "new").exists()
+
+
+def test_bytes_that_are_no_text_are_refused_where_text_is_written(tmp_path: Path) -> None:
+    model, out = make_tiny_model(tmp_path / "model"), tmp_path / "out"
+    arguments = ["export", str(model), str(out), "--name", "a\udcff"]
+    assert "is no UTF-8 text" in refused(tmp_path, arguments, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
