@@ -16,6 +16,7 @@ EXIT_S = 10.0
 
 def main() -> None:
     """Entry point of the `posttrain` command."""
+    open_closed_streams()
     use_allocator(sys.argv[1:])
     bound_waiting()
     lighter_imports.install()
@@ -30,6 +31,16 @@ def main() -> None:
     except SystemExit as end:
         leave_soon(end.code)
         raise
+
+
+def open_closed_streams() -> None:
+    """Standard streams that the shell closed (`>&-`) read and write nothing.
+
+    In their order, so that each gets its own number before some file of the command does.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
 
 
 def leave_soon(code: str | int | None) -> None:

@@ -11,6 +11,8 @@ import errno
 import functools
 import inspect
 import json
+import os
+import select
 import sys
 import traceback
 import uuid
@@ -256,6 +258,13 @@ class Boundary(contextlib.AbstractContextManager[None]):
             self._stop(str(error), error.exit_code, error.status)
         elif isinstance(error, KeyboardInterrupt):
             self._stop(self.interrupted, EXIT_INTERRUPTED)
+        elif isinstance(error, BrokenPipeError) and _nobody_reads():
+            # `| head` has read enough. What is still kept for it goes nowhere.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            raise typer.Exit(1)
+        elif isinstance(error, FileNotFoundError) and _has_no_folder():
+            message = "the working directory was removed: change to one that is there"
+            self._stop(message, ResourceError.exit_code)
         elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             where = f" at {error.filename}" if error.filename else ""
             message = f"the disk is full{where}; free some space or choose another --home"
@@ -306,8 +315,24 @@ class Boundary(contextlib.AbstractContextManager[None]):
         message = "\n".join(map(readable, message.split("\n")))
         print(f"{status}: {message}", file=sys.stderr)
         if self.as_json:
-            print_json({"status": status, "exit_code": code, "error": message})
+            with contextlib.suppress(OSError):  # standard output may be what is full
+                print_json({"status": status, "exit_code": code, "error": message})
         raise typer.Exit(code)
+
+
+def _nobody_reads() -> bool:
+    """Whether standard output is a pipe whose reader has ended."""
+    polled = select.poll()
+    polled.register(1, 0)
+    return any(event & select.POLLERR for _, event in polled.poll(0))
+
+
+def _has_no_folder() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def readable(line: str) -> str:

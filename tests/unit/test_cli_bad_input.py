@@ -231,3 +231,37 @@ def test_bytes_that_are_no_text_are_refused_where_text_is_written(tmp_path: Path
     arguments = ["export", str(model), str(out), "--name", "a\udcff"]
     assert "is no UTF-8 text" in refused(tmp_path, arguments, 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+
+
+def shell(folder: Path, line: str) -> subprocess.CompletedProcess[str]:
+    """A line of bash in `folder`, in which $P is the command."""
+    return subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {line}"],
+        cwd=folder,
+        env=os.environ | {"P": f"{sys.executable} -m posttrain.pipelines.cli"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "says"),
+    [
+        ("$P schema | head -c 5", 1, ""),
+        ("$P show stage rl --json | head -c 1", 1, ""),
+        ("$P plugins list >&-", 0, ""),
+        ("$P plugins show nope 2>&-", 2, ""),
+        ("$P plugins show nope <&-", 2, "no plugin"),
+        ("$P schema >/dev/full", 4, "the disk is full"),
+        ("$P show stage rl --json >/dev/full", 4, "the disk is full"),
+        ("mkdir gone; cd gone; rmdir ../gone; $P plan quickstart", 4, "directory was removed"),
+    ],
+)
+def test_a_process_without_its_streams_or_folder_is_no_bug(
+    tmp_path: Path, line: str, code: int, says: str
+) -> None:
+    done = shell(tmp_path, line)
+    assert done.returncode == code, done.stderr
+    assert done.stderr.count("error: ") == bool(says), done.stderr
+    assert says in done.stderr and "Traceback" not in done.stderr
