@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import threading
@@ -17,6 +18,7 @@ EXIT_S = 10.0
 def main() -> None:
     """Entry point of the `posttrain` command."""
     open_closed_streams()
+    escape_what_cannot_be_printed()
     use_allocator(sys.argv[1:])
     bound_waiting()
     lighter_imports.install()
@@ -41,6 +43,15 @@ def open_closed_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
+
+
+def escape_what_cannot_be_printed() -> None:
+    """A terminal or a pipe of another encoding gets `\\u2500` for a sign that it does not have."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and (
+            stream.encoding.lower() != "utf-8" or stream.errors == "strict"
+        ):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def leave_soon(code: str | int | None) -> None:

@@ -281,7 +281,7 @@ class Boundary(contextlib.AbstractContextManager[None]):
             self._stop(message, ResourceError.exit_code)
         elif isinstance(error, UnicodeEncodeError) and error.reason == _NO_TEXT:
             message = (
-                f"an argument or the name of a file is no UTF-8 text ({error.object[:60]!r}), and "
+                f"an argument or the name of a file is not UTF-8 text ({error.object[:60]!r}), and "
                 "cannot be written into one; correct it"
             )
             self._stop(message, ConfigError.exit_code)

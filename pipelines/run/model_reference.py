@@ -386,7 +386,7 @@ class _Search:
 
     def from_outside(self, revision: str | None) -> FoundModel:
         """A model of a hub, or the bundled one."""
-        from posttrain.core.models.source import obtain
+        from posttrain.core.models.source import check_source, obtain
 
         given, home = self.given, self.home
         if given.startswith((".", "/", "~")) or given.count("/") != 1:
@@ -397,6 +397,7 @@ class _Search:
                 f"begins with it ({len(runs)} runs); expected {FORMS}"
             )
         section = ModelSection(source=given, revision=revision)
+        check_source(section)
         base = obtain(section, home / "models")
         return FoundModel(given, base.path, base.digest, base.origin)
 

@@ -229,8 +229,16 @@ def test_a_question_without_anybody_to_answer_says_what_to_do(tmp_path: Path) ->
 def test_bytes_that_are_no_text_are_refused_where_text_is_written(tmp_path: Path) -> None:
     model, out = make_tiny_model(tmp_path / "model"), tmp_path / "out"
     arguments = ["export", str(model), str(out), "--name", "a\udcff"]
-    assert "is no UTF-8 text" in refused(tmp_path, arguments, 2)
+    assert "is not UTF-8 text" in refused(tmp_path, arguments, 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+    for option in ("--prompt", "--system", "--stop"):
+        assert "is not UTF-8 text" in refused(tmp_path, ["chat", str(model), option, "\udcff"], 2)
+
+
+@pytest.mark.parametrize("model", ["ab12cd34/", "a b/c", "/ab12cd34"])
+def test_what_names_no_model_of_a_hub_is_not_asked_for(tmp_path: Path, model: str) -> None:
+    code = 2 if model.startswith("/") else 4
+    assert f"'{model}'" in refused(tmp_path, ["export", model, str(tmp_path / "out")], code)
 
 
 def shell(folder: Path, line: str) -> subprocess.CompletedProcess[str]:
@@ -253,6 +261,7 @@ def shell(folder: Path, line: str) -> subprocess.CompletedProcess[str]:
         ("$P plugins list >&-", 0, ""),
         ("$P plugins show nope 2>&-", 2, ""),
         ("$P plugins show nope <&-", 2, "no plugin"),
+        ("PYTHONIOENCODING=ascii $P plugins list", 0, ""),
         ("$P schema >/dev/full", 4, "the disk is full"),
         ("$P show stage rl --json >/dev/full", 4, "the disk is full"),
         ("mkdir gone; cd gone; rmdir ../gone; $P plan quickstart", 4, "directory was removed"),
