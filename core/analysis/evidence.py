@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -87,7 +87,12 @@ def step_files(folder: Path, step: int) -> tuple[Path, Path]:
 
 def steps_in(folder: Path) -> list[int]:
     """Steps that `folder` has evidence of, in order."""
-    numbers = (path.stem.removeprefix("step-") for path in folder.glob("step-*.safetensors"))
+    return steps_named(folder.glob("step-*.safetensors"))
+
+
+def steps_named(files: Iterable[Path]) -> list[int]:
+    """The steps whose tensors are among these files, in order."""
+    numbers = (path.stem.removeprefix("step-") for path in files if path.suffix == ".safetensors")
     return sorted(int(number) for number in numbers if number.isdecimal())
 
 

@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 _LOADING = (2_000_000, 10, 10)
 """What a run loads is 1.4 million objects; walking them in parts of 300,000 took 0.6 s."""
@@ -28,9 +28,18 @@ def command() -> Iterator[None]:
 
     def end() -> None:
         logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+        code = status
+        try:
+            sys.stdout.flush()
+        except BrokenPipeError:  # `| head` has read enough
+            code = code or 1
+        except OSError as error:
+            if not code:
+                print(f"error: cannot write the output: {error.strerror}", file=sys.stderr)
+            code = code or 1
+        with suppress(OSError):
+            sys.stderr.flush()
+        os._exit(code)
 
     atexit.register(end)
     try:

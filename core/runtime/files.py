@@ -102,8 +102,26 @@ def write_text(path: Path, text: str) -> None:
     write_bytes(path, text.encode())
 
 
+def _takes_bytes(path: Path) -> bool:
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return False
+    return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
+
+
 def write_bytes(path: Path, data: bytes) -> None:
-    """As `write_text`."""
+    """As `write_text`. A device or a pipe, such as /dev/stdout, is written into, never replaced."""
+    if _takes_bytes(path):
+        # Without a reader, a pipe is an error instead of a wait without end.
+        with open(os.open(path, os.O_WRONLY | os.O_NONBLOCK), "wb") as stream:
+            os.set_blocking(stream.fileno(), True)
+            stream.write(data)
+        return
+    if path.exists() and path.stat().st_dev != path.lstat().st_dev:
+        path = path.resolve()  # /dev/stdout that was sent to a file
+    if path.is_dir():  # "" and "/" have no name that another could be made of
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     partial = path.with_name(f".partial-{path.name}-{uuid.uuid4().hex[:12]}")
     try:
         partial.write_bytes(data)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import threading
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from posttrain.core.errors import ConfigError, RunError
+from posttrain.core.errors import ConfigError, ResourceError, RunError
 from posttrain.core.runtime.files import WrongContent, read_json, write_text
 
 CONFIG = "config.yaml"
@@ -31,10 +32,31 @@ class RunRecord:
     folder: Path
     began: str = ""
     stages: Mapping[str, str] = field(default_factory=dict)
+    config_sha256: str = ""
+    """Empty in a record of before it was kept."""
 
     @property
     def config(self) -> Path:
         return self.folder / CONFIG
+
+    def unchanged_config(self) -> Path:
+        """The config, as the run wrote it; else `ResourceError`.
+
+        One that was cut may still be YAML, whose missing fields would get their defaults.
+        """
+        advice = (
+            "put it back (MLflow has a copy among the run's artifacts), or run the config again"
+        )
+        try:
+            found = _sha256(self.config.read_bytes())
+        except OSError as error:
+            raise ResourceError(
+                f"the config of run {self.run_id[:12]} cannot be read: {self.config}: "
+                f"{error.strerror}; {advice}"
+            ) from error
+        if self.config_sha256 not in ("", found):
+            raise ResourceError(f"{self.config} was changed after the run wrote it: {advice}")
+        return self.config
 
 
 class RunRecorder:
@@ -42,11 +64,16 @@ class RunRecorder:
 
     def __init__(self, home: Path, run_id: str, name: str, began: str, config_yaml: str) -> None:
         self.folder = home / "runs" / run_id
-        self._row: dict[str, object] = {"run_id": run_id, "name": name, "began": began}
+        self._row: dict[str, object] = {
+            "run_id": run_id,
+            "name": name,
+            "began": began,
+            "config_sha256": _sha256(config_yaml.encode()),
+        }
         self._stages: dict[str, str] = {}
         self._lock = threading.Lock()
         self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / CONFIG).write_text(config_yaml)
+        write_text(self.folder / CONFIG, config_yaml)
         self._write()
 
     def stage(self, name: str, identity: str) -> None:
@@ -98,7 +125,18 @@ def _read(folder: Path) -> RunRecord:
         raise RunError(
             f"{path} is not the record that a run wrote ({error}): nothing can be read of this run"
         ) from error
-    return RunRecord(row["run_id"], row["name"], folder, row["began"], row["stages"])
+    return RunRecord(
+        row["run_id"],
+        row["name"],
+        folder,
+        row["began"],
+        row["stages"],
+        row.get("config_sha256", ""),
+    )
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 class _Row(BaseModel):
@@ -106,3 +144,4 @@ class _Row(BaseModel):
     name: str
     began: str
     stages: dict[str, str]
+    config_sha256: str = ""

@@ -190,10 +190,14 @@ def inputs_of(
     )
 
 
-def open_run(run: str, home: Path, store: Path) -> PastRun:
-    """The run whose id begins with `run`, its config resolved."""
+def open_run(run: str, home: Path, store: Path, *, compare: bool = True) -> PastRun:
+    """The run whose id begins with `run`, its config resolved.
+
+    Without `compare` a config that was changed is taken as it is: who compares it says so.
+    """
     found = find_run(home, run)
-    resolved, manager = resolve_configs([found.config], None)
+    config = found.unchanged_config() if compare else found.config
+    resolved, manager = resolve_configs([config], None)
     return PastRun(found, resolved, manager, home, ArtifactStore(store))
 
 
@@ -203,7 +207,7 @@ def open_record(run: str, home: Path, store: Path) -> PastRun:
     For what reads what the run left and computes nothing with it.
     """
     found = find_run(home, run)
-    loaded = load_config([found.config], [])
+    loaded = load_config([found.unchanged_config()], [])
     resolved = ResolvedRun(loaded.config, topological_order(loaded.config.stages), {}, loaded)
     manager = PluginManager(load_entry_points=False)
     return PastRun(found, resolved, manager, home, ArtifactStore(store))

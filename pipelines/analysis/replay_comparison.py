@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from posttrain.core.analysis.report import listed
-from posttrain.core.errors import ConfigError, ResourceError
+from posttrain.core.errors import ConfigError, ResourceError, RunError
 from posttrain.core.store.artifacts import Artifact
 from posttrain.core.store.manifests import file_digest, read_manifest
 from posttrain.core.training.checkpoint import master_weights, starting_points, step_of
@@ -88,10 +89,21 @@ class StepSource:
             if step_of(folder) == step:
                 return _of_checkpoint(folder, names)
         if step == self.last_step and self.model is not None:
-            saved = load_file(self.model)
+            saved = _tensors(self.model)
             known = {name: saved.get(name.removeprefix(f"{POLICY}/")) for name in names}
             return {name: value for name, value in known.items() if value is not None}
         return {}
+
+
+def _tensors(path: Path) -> dict[str, Tensor]:
+    """Of a file that a run wrote; raises `RunError` where it was damaged since."""
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise RunError(
+            f"{path} cannot be read ({error}): it was changed after the run; compute the stage "
+            "again with --no-cache"
+        ) from error
 
 
 def _of_checkpoint(folder: Path, names: tuple[str, ...]) -> dict[str, Tensor]:
@@ -224,7 +236,7 @@ class Comparison:
         if not names:
             return []
         path = values_path(self.folder, then.step)
-        values = load_file(path) if path.is_file() else {}
+        values = _tensors(path) if path.is_file() else {}
         advice = "its values were not recorded (keep.values)"
         return [
             self._difference(then, name, tensors.get(name), values.get(name), advice)

@@ -216,7 +216,7 @@ def _opened(made: Made, home: Path, store: Path) -> _Stage:
     if record is None:
         return _Stage(files, None, "no run of this home had the stage: give the --home of its run")
     try:
-        run = open_run(record.run_id, home, store)
+        run = open_run(record.run_id, home, store, compare=False)
     except PosttrainError as error:
         return _Stage(files, None, f"the run's config cannot be used: {error}")
     stage = _Stage(files, run)

@@ -102,9 +102,13 @@ def check_final_weights(stage: StageFiles, source: StepSource) -> Check | None:
     if source.model is None:
         why = "the weights are sharded or were merged with an adapter before they were saved"
         return stage.not_checked(what, "digests of the last step", why)
-    with safe_open(source.model, framework="pt") as stored:
-        names = [n for n in record.weights if n.removeprefix(f"{POLICY}/") in stored.keys()]
-        saved = {name: stored.get_tensor(name.removeprefix(f"{POLICY}/")) for name in names}
+    try:
+        with safe_open(source.model, framework="pt") as stored:
+            names = [n for n in record.weights if n.removeprefix(f"{POLICY}/") in stored.keys()]
+            saved = {name: stored.get_tensor(name.removeprefix(f"{POLICY}/")) for name in names}
+    except (SafetensorError, OSError) as error:
+        problem = f"{source.model.name} cannot be read: {error}"
+        return stage.check(what, "digests of the last step", [problem])
     if any(str(t.dtype) != "torch.float32" for t in saved.values()):
         why = "the saved weights are rounded, the record is of the float32 masters"
         return stage.not_checked(what, "digests of the last step", why)

@@ -56,7 +56,7 @@ def make_fork(
     from posttrain.core.store.run_record import find_run
 
     record = find_run(home, run)
-    config = load_config([record.config], []).config
+    config = load_config([record.unchanged_config()], []).config
     raw: dict[str, Any] = yaml.safe_load(record.config.read_text("utf-8"))  # Any: YAML values
     files = raw.get("plugin_files") or {}
     raw["plugin_files"] = {name: str(record.folder / path) for name, path in files.items()}

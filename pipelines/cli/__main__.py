@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import threading
@@ -16,6 +17,8 @@ EXIT_S = 10.0
 
 def main() -> None:
     """Entry point of the `posttrain` command."""
+    open_closed_streams()
+    escape_what_cannot_be_printed()
     use_allocator(sys.argv[1:])
     bound_waiting()
     lighter_imports.install()
@@ -30,6 +33,25 @@ def main() -> None:
     except SystemExit as end:
         leave_soon(end.code)
         raise
+
+
+def open_closed_streams() -> None:
+    """Standard streams that the shell closed (`>&-`) read and write nothing.
+
+    In their order, so that each gets its own number before some file of the command does.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
+
+
+def escape_what_cannot_be_printed() -> None:
+    """A terminal or a pipe of another encoding gets `\\u2500` for a sign that it does not have."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and (
+            stream.encoding.lower() != "utf-8" or stream.errors == "strict"
+        ):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def leave_soon(code: str | int | None) -> None:

@@ -89,6 +89,7 @@ def chat(
         raise ConfigError("--top-p is 0, expected above 0 and at most 1; --temperature 0 is greedy")
     if any(not text for text in stop or ()):
         raise ConfigError("--stop is empty, expected the text that ends an answer")
+    "".join([prompt or "", system or "", *(stop or ())]).encode()  # raises for bytes that are none
     found = [find_model(model, context.home, context.store)]
     if compare == "base":
         found.append(base_of(found[0], context.home, context.store))

@@ -11,6 +11,8 @@ import errno
 import functools
 import inspect
 import json
+import os
+import select
 import sys
 import traceback
 import uuid
@@ -53,6 +55,8 @@ def say_aside(text: str) -> None:
 
 _NO_ACCESS = {errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.EROFS, errno.ELOOP}
 _NO_ACCESS |= {errno.EEXIST}  # a file where a folder is to be made
+_NO_TEXT = "surrogates not allowed"
+"""The reason of Python's error for bytes of an argument that are no UTF-8."""
 _NO_HOME = "Could not determine home directory"
 """The start of the error that `Path.expanduser` raises for `~NAME` of an unknown user."""
 EPILOG_CODES = (
@@ -239,6 +243,12 @@ class Boundary(contextlib.AbstractContextManager[None]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if isinstance(error, typer.Abort) and isinstance(error.__context__, EOFError):
+            message = (
+                "a question had no answer, since standard input ended: answer by options, or take "
+                "the defaults with --yes"
+            )
+            self._stop(message, ConfigError.exit_code)
         if error is None or isinstance(error, typer.Exit | typer.Abort | typer.BadParameter):
             return
         if self.debug and not isinstance(error, SystemExit | KeyboardInterrupt):
@@ -248,6 +258,13 @@ class Boundary(contextlib.AbstractContextManager[None]):
             self._stop(str(error), error.exit_code, error.status)
         elif isinstance(error, KeyboardInterrupt):
             self._stop(self.interrupted, EXIT_INTERRUPTED)
+        elif isinstance(error, BrokenPipeError) and _nobody_reads():
+            # `| head` has read enough. What is still kept for it goes nowhere.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            raise typer.Exit(1)
+        elif isinstance(error, FileNotFoundError) and _has_no_folder():
+            message = "the working directory was removed: change to one that is there"
+            self._stop(message, ResourceError.exit_code)
         elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             where = f" at {error.filename}" if error.filename else ""
             message = f"the disk is full{where}; free some space or choose another --home"
@@ -262,6 +279,12 @@ class Boundary(contextlib.AbstractContextManager[None]):
             name = str(error.filename or "")
             message = f"no file can have a name as long as '{name[:60]}...'; correct the path"
             self._stop(message, ResourceError.exit_code)
+        elif isinstance(error, UnicodeEncodeError) and error.reason == _NO_TEXT:
+            message = (
+                f"an argument or the name of a file is not UTF-8 text ({error.object[:60]!r}), and "
+                "cannot be written into one; correct it"
+            )
+            self._stop(message, ConfigError.exit_code)
         elif isinstance(error, RuntimeError) and str(error).startswith(_NO_HOME):
             message = (
                 "a path begins with '~' and a name that no user of this machine has; correct it"
@@ -292,8 +315,24 @@ class Boundary(contextlib.AbstractContextManager[None]):
         message = "\n".join(map(readable, message.split("\n")))
         print(f"{status}: {message}", file=sys.stderr)
         if self.as_json:
-            print_json({"status": status, "exit_code": code, "error": message})
+            with contextlib.suppress(OSError):  # standard output may be what is full
+                print_json({"status": status, "exit_code": code, "error": message})
         raise typer.Exit(code)
+
+
+def _nobody_reads() -> bool:
+    """Whether standard output is a pipe whose reader has ended."""
+    polled = select.poll()
+    polled.register(1, 0)
+    return any(event & select.POLLERR for _, event in polled.poll(0))
+
+
+def _has_no_folder() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def readable(line: str) -> str:

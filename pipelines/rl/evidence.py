@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from posttrain.core.analysis.evidence import FOLDER, steps_in
+from posttrain.core.analysis.evidence import FOLDER, steps_in, steps_named
 from posttrain.core.config.resolve import ResolvedRun
 from posttrain.core.config.rl_stage import RL_KINDS, TRAINING_KINDS
 from posttrain.core.errors import ConfigError, ResourceError, nearest
@@ -68,10 +68,14 @@ def find_evidence(
             "command goes on with the run"
         )
     folder = store.fetched(name, identity)
-    if read_manifest(folder) is None:  # not done, or taken away
+    manifest = read_manifest(folder)
+    if manifest is None:  # not done, or taken away
         folder = checkpoint_folder(home, name, identity)
     folder = folder / FOLDER
-    steps = tuple(steps_in(folder))
+    # Steps whose files are gone too: a summary of the others would not be one of the run.
+    written = [Path(file) for file in (manifest or {"files": ()})["files"]]
+    written = [file for file in written if file.parent == Path(FOLDER)]
+    steps = tuple(sorted({*steps_in(folder), *steps_named(written)}))
     if not steps:
         raise ResourceError(
             f"there is no evidence of the steps of stage '{name}' in {folder}: keep.evidence_mb is "

@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from mlflow.entities import Run
 
 
-_MODELS = ("model", "reward_model")
-
-
 @dataclass(frozen=True, slots=True)
 class DataRead:
     """A data set that a stage read, as its MLflow run has it."""
@@ -157,15 +154,7 @@ class Blame:
                 f"{error}. No registered model has this name either{nearest(model, known)} "
                 f"(known: {known})"
             ) from error
-        for identity in reversed(list(run.stages.values())):
-            made = self.family.by_identity(identity)
-            for digest, row in () if made is None else made.artifacts.items():
-                if row["kind"] in _MODELS:
-                    return digest
-        raise ResourceError(
-            f"run {run.run_id[:12]} has made no model yet, or not in this store; it began with "
-            f"stages {list(run.stages)}"
-        )
+        return find_model(f"runs:/{run.run_id}", self.home, self.store, compare=False).digest
 
     def _walk(self, ancestor: Ancestor, depth: int) -> Iterator[Blamed]:
         made = ancestor.made

@@ -387,7 +387,7 @@ class Between:
         """The checkpoint; warns where a step is not what the parent recorded of it."""
         start, parent = self.start, self.start.parent
         fork = parent.fork
-        resolved, manager = resolve_configs([parent.record.config], None)
+        resolved, manager = resolve_configs([parent.record.unchanged_config()], None)
         config = resolved.config
         inputs = inputs_read(config, parent.record, fork.name, start.home, start.store)
         there = start.kept_by_parent()

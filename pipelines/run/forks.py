@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -175,14 +174,19 @@ def nearest_checkpoint(parent: Parent, home: Path) -> Path:
 
     fork = parent.fork
     found = starting_points(checkpoint_folder(home, fork.name, fork.identity))
+    damaged = []
     for folder in found:
         if step_of(folder) <= fork.step:
-            with suppress(DamagedCheckpoint):
+            try:
                 check_whole(folder)
                 return folder
+            except DamagedCheckpoint:
+                damaged.append(str(folder))
     steps = sorted({step_of(folder) for folder in found})
     there = f"of steps {', '.join(map(str, steps))}" if steps else "of no step"
-    first = f"fork after step {steps[0]} or later, or " if steps else ""
+    there += f", damaged are {', '.join(damaged)}" if damaged else ""
+    later = [step for step in steps if step > fork.step]
+    first = f"fork after step {later[0]} or later, or " if later else ""
     raise ResourceError(
         f"{parent.shown} cannot be forked after step {fork.step}: it keeps checkpoints {there}; "
         f"{first}run its config with keep.every set, such as `posttrain run "

@@ -147,7 +147,7 @@ def _settings(
     """The config of the model's run with its plugins, or one for a model of no run."""
     if model.run is not None:
         resolved: ResolvedRun
-        resolved, manager = resolve_configs([model.run.config], None)
+        resolved, manager = resolve_configs([model.run.unchanged_config()], None)
         config = resolved.config
     elif any(suite.harness == "held_out" for suite in suites):
         raise ConfigError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -292,6 +292,12 @@ class _Search:
         listed = f"stages of the run that made one: {models or 'none'}"
         if stage is None:
             policies = [name for name in models if "model" in kinds[name]]
+            if lost := self._lost(record, made, (policies or models)[-1:]):
+                raise ResourceError(
+                    f"'{self.given}': what stage '{lost}' of run {short} made is gone from "
+                    f"{urls.shown(self.store)} or damaged: the same `posttrain run` command "
+                    f"computes it again, and RUN/STAGE names an earlier model ({listed})"
+                )
             if not models:
                 raise ResourceError(
                     f"run {short} has made no model yet, or not in {urls.shown(self.store)} (it "
@@ -317,6 +323,32 @@ class _Search:
                 f"made no model ({listed})"
             )
         return self._of_artifact(found, record)
+
+    def _lost(
+        self, record: RunRecord, made: Mapping[str, Made | None], last: Sequence[str]
+    ) -> str | None:
+        """A stage that began after `last` and whose model was there: its folder still is, or a
+        stage that read it is done. An earlier model must not be taken for it.
+        """
+        names = list(record.stages)
+        later = names[names.index(last[0]) + 1 :] if last else names
+        unread = [name for name in later if made[name] is None]
+        if not unread:
+            return None
+        from posttrain.core.config.loading import load_config
+
+        try:
+            stages = load_config([record.config]).config.stages
+        except PosttrainError:
+            return None  # whoever needs the config says what is wrong with it
+        done = [stage for name, stage in stages.items() if made.get(name) is not None]
+        read = {source for stage in done for source in stage.inputs.values()}
+        store = ArtifactStore(self.store)
+        for name in reversed(unread):
+            there = os.path.lexists(store.folder(name, record.stages[name]))
+            if (there or name in read) and name in stages and stages[name].makes == "model":
+                return name
+        return None
 
     def _of_artifact(self, made: Made, record: RunRecord | None) -> FoundModel:
         """The model of a finished stage, every file as it was written; else `ResourceError`."""
@@ -354,7 +386,7 @@ class _Search:
 
     def from_outside(self, revision: str | None) -> FoundModel:
         """A model of a hub, or the bundled one."""
-        from posttrain.core.models.source import obtain
+        from posttrain.core.models.source import check_source, obtain
 
         given, home = self.given, self.home
         if given.startswith((".", "/", "~")) or given.count("/") != 1:
@@ -365,6 +397,7 @@ class _Search:
                 f"begins with it ({len(runs)} runs); expected {FORMS}"
             )
         section = ModelSection(source=given, revision=revision)
+        check_source(section)
         base = obtain(section, home / "models")
         return FoundModel(given, base.path, base.digest, base.origin)
 

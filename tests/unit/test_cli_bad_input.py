@@ -14,6 +14,7 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
+from posttrain.core.models.tiny import make_tiny_model
 from posttrain.pipelines.cli.main import app
 
 GOOD = """\
@@ -213,3 +214,63 @@ def test_a_setting_that_prefect_refuses_is_refused_by_its_name(tmp_path: Path) -
     assert done.stderr.startswith("error: PREFECT_API_REQUEST_TIMEOUT is 'soon', which Prefect ")
     assert done.stderr.count("\n") == 1
     assert not home.exists()
+
+
+@pytest.mark.parametrize("out", ["", "/"])
+def test_a_folder_is_no_file_to_write(tmp_path: Path, out: str) -> None:
+    assert "Is a directory" in refused(tmp_path, ["schema", "--out", out], 4)
+
+
+def test_a_question_without_anybody_to_answer_says_what_to_do(tmp_path: Path) -> None:
+    assert "--yes" in refused(tmp_path, ["init", str(tmp_path / "new")], 2)
+    assert not (tmp_path / "new").exists()
+
+
+def test_bytes_that_are_no_text_are_refused_where_text_is_written(tmp_path: Path) -> None:
+    model, out = make_tiny_model(tmp_path / "model"), tmp_path / "out"
+    arguments = ["export", str(model), str(out), "--name", "a\udcff"]
+    assert "is not UTF-8 text" in refused(tmp_path, arguments, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+    for option in ("--prompt", "--system", "--stop"):
+        assert "is not UTF-8 text" in refused(tmp_path, ["chat", str(model), option, "\udcff"], 2)
+
+
+@pytest.mark.parametrize("model", ["ab12cd34/", "a b/c", "/ab12cd34"])
+def test_what_names_no_model_of_a_hub_is_not_asked_for(tmp_path: Path, model: str) -> None:
+    code = 2 if model.startswith("/") else 4
+    assert f"'{model}'" in refused(tmp_path, ["export", model, str(tmp_path / "out")], code)
+
+
+def shell(folder: Path, line: str) -> subprocess.CompletedProcess[str]:
+    """A line of bash in `folder`, in which $P is the command."""
+    return subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {line}"],
+        cwd=folder,
+        env=os.environ | {"P": f"{sys.executable} -m posttrain.pipelines.cli"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "says"),
+    [
+        ("$P schema | head -c 5", 1, ""),
+        ("$P show stage rl --json | head -c 1", 1, ""),
+        ("$P plugins list >&-", 0, ""),
+        ("$P plugins show nope 2>&-", 2, ""),
+        ("$P plugins show nope <&-", 2, "no plugin"),
+        ("PYTHONIOENCODING=ascii $P plugins list", 0, ""),
+        ("$P schema >/dev/full", 4, "the disk is full"),
+        ("$P show stage rl --json >/dev/full", 4, "the disk is full"),
+        ("mkdir gone; cd gone; rmdir ../gone; $P plan quickstart", 4, "directory was removed"),
+    ],
+)
+def test_a_process_without_its_streams_or_folder_is_no_bug(
+    tmp_path: Path, line: str, code: int, says: str
+) -> None:
+    done = shell(tmp_path, line)
+    assert done.returncode == code, done.stderr
+    assert done.stderr.count("error: ") == bool(says), done.stderr
+    assert says in done.stderr and "Traceback" not in done.stderr

@@ -20,7 +20,8 @@ from posttrain.core.store.run_record import RunRecord, RunRecorder, find_run
 from posttrain.pipelines.analysis.fork_tree import tree_report
 from posttrain.pipelines.api.fork import make_fork
 from posttrain.pipelines.run.fork_start import carried
-from posttrain.pipelines.run.forks import Parent, check_settings, find_parent
+from posttrain.pipelines.run.forks import Parent, check_settings, find_parent, nearest_checkpoint
+from posttrain.pipelines.stage.files import checkpoint_folder
 
 RL = {"kind": "rl", "inputs": {"model": "sft"}, "steps": 50}
 SFT = {"kind": "sft", "inputs": {"model": "base"}}
@@ -238,6 +239,17 @@ def test_a_missing_parent_says_where_it_was_looked_for(tmp_path: Path) -> None:
 
 
 # --- the page ------------------------------------------------------------------------------------
+
+
+def test_a_fork_after_damaged_checkpoints_says_which_are(tmp_path: Path) -> None:
+    stage, _, identity = OF.partition("/")
+    root = checkpoint_folder(tmp_path, stage, identity)
+    for step in (30, 40, 50):
+        (root / f"step-{step:06d}").mkdir(parents=True)
+        (root / f"step-{step:06d}" / "state.json").write_text("")
+    says = "keeps checkpoints of steps 30, 40, 50, damaged are .*40, .*30; fork after step 50"
+    with pytest.raises(ResourceError, match=says):
+        nearest_checkpoint(parent(), tmp_path)
 
 
 def test_forks_stand_below_their_parent_in_the_order_of_their_steps() -> None:

@@ -12,10 +12,10 @@ from typing import Any
 import psutil
 import pytest
 
-from posttrain.core.analysis.evidence import steps_in
+from posttrain.core.analysis.evidence import step_files, steps_in
 from posttrain.core.data.cursor import Cursor, PinnedModel, read_cursor, write_cursor
-from posttrain.core.errors import PosttrainError, ResourceError
-from posttrain.core.runtime.files import whole_folder
+from posttrain.core.errors import PosttrainError, ResourceError, RunError
+from posttrain.core.runtime.files import whole_folder, write_text
 from posttrain.core.runtime.processes import owner
 from posttrain.core.store.ancestry import Family
 from posttrain.core.store.approval import (
@@ -28,7 +28,7 @@ from posttrain.core.store.approval import (
 )
 from posttrain.core.store.artifacts import Artifact, ArtifactStore, StageResult
 from posttrain.core.store.locks import locked
-from posttrain.core.store.manifests import MANIFEST
+from posttrain.core.store.manifests import MANIFEST, tree_digests
 from posttrain.core.store.run_record import RECORD, RunRecorder, find_run
 from posttrain.core.tracking.journal import Journal, JournalRow, read_journal
 from posttrain.core.tracking.registry import TAG_ROLLED_BACK, RegisteredVersion
@@ -39,9 +39,12 @@ from posttrain.core.training.checkpoint import (
     read_step,
 )
 from posttrain.core.training.step_record import STEPS, StepRecord, StepRecorder, read_record
+from posttrain.pipelines.analysis.past_run import open_record, open_run, read_unchanged
+from posttrain.pipelines.api.fork import make_fork
 from posttrain.pipelines.rl.recording import TRACKED_FILE, tracked_rows
 from posttrain.pipelines.services.layout import Layout, Ports
 from posttrain.pipelines.services.processes import find
+from tests.helpers.made_runs import RUN, made_run
 
 ANSWER = Answer(True, "ada@host", "reads well", "2026-01-02T03:04:05+00:00", "terminal")
 STATE = {
@@ -256,6 +259,52 @@ def test_the_last_line_of_a_journal_may_be_cut_and_no_other(tmp_path: Path) -> N
         read_journal(path)
 
 
+@pytest.mark.parametrize(
+    "damage, says",
+    [
+        (lambda path: path.write_text(path.read_text()[:-400]), "was changed after the run wrote"),
+        (lambda path: path.write_text(""), "was changed after the run wrote"),
+        (lambda path: path.unlink(), "cannot be read: .*config.yaml: No such file"),
+    ],
+)
+def test_nothing_is_computed_under_a_config_that_is_not_the_runs(
+    tmp_path: Path, damage: Callable[[Path], object], says: str
+) -> None:
+    (tmp_path / "model").mkdir()
+    home, store = tmp_path / "home", tmp_path / "home" / "artifacts"
+    made_run(home, tmp_path / "model")
+    assert open_record(RUN, home, store).resolved.config.name == "tiny"
+    damage(find_run(home, RUN).config)
+    for opened in (open_record, open_run):
+        with pytest.raises(ResourceError, match=says):
+            opened(RUN, home, store)
+    with pytest.raises(ResourceError, match=says):
+        make_fork(RUN, home, step=1, stage="rl", overrides=[])
+
+
+def test_evidence_that_was_removed_is_missed(tmp_path: Path) -> None:
+    """A summary of the steps that are left would pass for one of the run."""
+    (tmp_path / "model").mkdir()
+    home, store = tmp_path / "home", ArtifactStore(tmp_path / "home" / "artifacts")
+    record, identity = made_run(home, tmp_path / "model"), "e" * 64
+    partial = store.begin("rl")
+    (partial / "evidence").mkdir()
+    for step in (1, 2):
+        for path in step_files(partial / "evidence", step):
+            path.write_text(path.name)
+    done = StageResult("rl", "rl", "ran", (), {}, 1.0)
+    store.commit(partial, done, identity, {}, tree_digests(partial))
+    record.stage("rl", identity)
+    for path in step_files(store.folder("rl", identity) / "evidence", 2):
+        path.unlink()
+    found = open_record(RUN, home, store.root).evidence("rl")
+    assert found.steps == (1, 2)
+    with pytest.raises(
+        RunError, match=r"evidence of step 2 was changed after the run: .*step-0000"
+    ):
+        read_unchanged(found, 2)
+
+
 def test_other_names_in_a_folder_of_steps_are_no_steps(tmp_path: Path) -> None:
     write_state(tmp_path)
     for name in ("step-old", "step-", "step-1e9", "step-000003.bak"):
@@ -304,3 +353,34 @@ def test_a_folder_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
         assert not final.exists()
     assert [path.name for path in final.parent.iterdir()] == ["made"]
     assert (final / "first").read_text() == "1"
+
+
+def test_a_link_from_a_file_system_to_another_stays(tmp_path: Path) -> None:
+    """As /dev/stdout is one, in a command whose output goes to a file."""
+    shared = Path("/dev/shm")
+    if not shared.is_dir() or shared.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("there is one file system")
+    (tmp_path / "file").write_text("old")
+    link = shared / f"posttrain-test-{os.getpid()}"
+    link.symlink_to(tmp_path / "file")
+    try:
+        write_text(link, "new")
+        assert link.is_symlink() and (tmp_path / "file").read_text() == "new"
+    finally:
+        link.unlink()
+
+
+def test_a_device_or_a_pipe_is_written_into_and_stays(tmp_path: Path) -> None:
+    """Root may rename a file over /dev/null: pages go where `--out` says."""
+    pipe, link = tmp_path / "pipe", tmp_path / "link"
+    os.mkfifo(pipe)
+    with pytest.raises(OSError, match="No such device or address"):
+        write_text(pipe, "nobody reads")
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    link.symlink_to(pipe)
+    for path in (pipe, link):
+        write_text(path, "text")
+        assert os.read(reader, 9) == b"text"
+    os.close(reader)
+    assert pipe.is_fifo() and link.is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "pipe"]

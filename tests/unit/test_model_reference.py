@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,12 @@ from posttrain.core.config.sections import ModelSection, RunName
 from posttrain.core.errors import ConfigError, ResourceError
 from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.models.source import directory_digest
+from posttrain.core.store.artifacts import ArtifactStore
+from posttrain.core.store.manifests import MANIFEST
 from posttrain.core.tracking.mlflow_store import connect, prepare_database
+from posttrain.pipelines.run.blame import Blame
 from posttrain.pipelines.run.model_reference import base_of, find_base, find_model
-from tests.helpers.made_runs import RUN, made_run
+from tests.helpers.made_runs import RUN, made_run, made_stage
 
 
 @pytest.fixture
@@ -89,6 +93,33 @@ def test_damaged_weights_are_not_used(home: Path) -> None:
     (found.path / "model.safetensors").write_bytes(b"other")
     with pytest.raises(ResourceError, match="damaged"):
         find_model(RUN, home)
+
+
+@pytest.mark.parametrize("damage", ["no manifest", "a file", "a broken link", "nothing there"])
+def test_an_earlier_model_is_not_taken_for_one_that_is_lost(
+    tmp_path: Path, model: Path, damage: str
+) -> None:
+    home = tmp_path / "home"
+    record, store = made_run(home, model), ArtifactStore(home / "artifacts")
+    identity = made_stage(store, "rl", model, kind="rl")
+    record.stage("rl", identity)
+    folder = store.folder("rl", identity)
+    if damage == "nothing there":  # a stage that read it is done
+        record.stage("evaluate", made_stage(store, "evaluate", model, kind="e", makes="evaluation"))
+    if damage == "no manifest":
+        (folder / MANIFEST).unlink()
+    else:
+        shutil.rmtree(folder)
+    if damage == "a file":
+        folder.write_text("")
+    elif damage == "a broken link":
+        folder.symlink_to(tmp_path / "gone")
+    says = f"'{RUN}': what stage 'rl' of run {RUN[:12]} made is gone .* or damaged"
+    with pytest.raises(ResourceError, match=says):
+        find_model(RUN, home)
+    with pytest.raises(ResourceError, match="what stage 'rl' of run"):
+        Blame(home, home / "artifacts").of(RUN[:8])
+    assert find_model(f"{RUN}/sft", home).stage == "sft"
 
 
 def test_a_config_begins_with_what_a_run_made(home: Path, model: Path) -> None:

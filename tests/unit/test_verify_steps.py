@@ -6,11 +6,19 @@ from pathlib import Path
 
 import pytest
 
+from posttrain.core.errors import RunError
 from posttrain.core.store.ancestry import Made
 from posttrain.core.training.step_record import StepRecord
 from posttrain.pipelines.analysis.replay_comparison import ComparedStep, Difference, StepSource
 from posttrain.pipelines.analysis.verify_stage import StageFiles
-from posttrain.pipelines.analysis.verify_steps import APART, CLOSE, EXACT, class_of, judge
+from posttrain.pipelines.analysis.verify_steps import (
+    APART,
+    CLOSE,
+    EXACT,
+    check_final_weights,
+    class_of,
+    judge,
+)
 
 BATCH = ("prompt_ids", "response_ids", "rollout_logprobs", "rewards", "advantages")
 RECORD = StepRecord(
@@ -68,3 +76,16 @@ def test_nothing_is_concluded_from_other_samples() -> None:
     assert judged(ELSEWHERE, *other)[0] == "not checked"
     assert judged([], *other)[0] == "differs"
     assert judged(ELSEWHERE, differs("rewards", 1.0))[0] == "differs"
+
+
+@pytest.mark.parametrize("content", [b"", b"\x10\0\0\0\0\0\0\0{cut", b"other" * 99])
+def test_saved_weights_that_cannot_be_read_differ(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(content)
+    made = Made("rl", "rl", "f" * 64, tmp_path, 1.0, "", {}, {})
+    source = StepSource("rl", tmp_path, {3: RECORD}, tmp_path / "none", None, 3, path)
+    check = check_final_weights(StageFiles(made, tmp_path), source)
+    assert check is not None and check.outcome == "differs"
+    assert check.detail.startswith("model.safetensors cannot be read: ")
+    with pytest.raises(RunError, match="model.safetensors cannot be read .* changed after the run"):
+        source.weights_after(3, ("policy/w",))
