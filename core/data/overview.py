@@ -24,7 +24,7 @@ from posttrain.core.data.rows import data_rows
 from posttrain.core.data.sft_rows import encode_example
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import DataError
-from posttrain.core.math.answers import is_number
+from posttrain.core.math.numbers import is_number
 from posttrain.core.math.splits import text_key
 from posttrain.core.runtime.json_files import JsonRow
 

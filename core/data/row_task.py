@@ -28,7 +28,8 @@ from posttrain.core.data.verifiers import (
     verifier_of,
 )
 from posttrain.core.errors import DataError
-from posttrain.core.math.answers import is_number, only_number_after
+from posttrain.core.math.answers import only_number_after
+from posttrain.core.math.numbers import is_number
 from posttrain.core.math.splits import split_of, text_key, too_few
 from posttrain.core.runtime.json_files import JsonRow, NotJson, loads
 from posttrain.core.store.manifests import combine_digests, file_digest

@@ -9,19 +9,17 @@ from typing import Literal, get_args
 
 from posttrain.core.math.answers import (
     after_marker,
-    as_interval,
     as_latex,
     final_number,
     has_unfinished_box,
-    is_number,
     large_integer,
     last_boxed,
     last_number,
     normal,
-    parts,
-    same_number,
 )
+from posttrain.core.math.brackets import as_interval, parts
 from posttrain.core.math.closed_forms import read_closed_form
+from posttrain.core.math.numbers import is_number, same_number
 from posttrain.core.types import Verdict
 
 Match = Literal["exact", "last_number", "final_number", "contains", "math", "none"]

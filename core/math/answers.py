@@ -1,4 +1,4 @@
-"""Final answers in text: where they are, which number they state, and whether two agree.
+"""Final answers in text: where they are, and the plain forms in which they are compared.
 
 Nothing here raises on any text.
 """
@@ -10,116 +10,9 @@ import re
 import unicodedata
 from fractions import Fraction
 
-# Groups of thousands count as one number; a minus directly after a digit is an operator ("45-23").
-NUMBER = re.compile(
-    r"(?<![0-9])-?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
-)
+from posttrain.core.math.numbers import VULGAR, ascii_digits, is_number, numbers_in, stated_numbers
 
-
-def numbers_in(text: str) -> list[str]:
-    """All decimal numbers of `text` in order, without thousands separators.
-
-    "23 + 45 = 68." reads as 23, 45, 68; "1,234" as 1234; "45-23" as 45, 23. A sign counts when it
-    touches the number and no digit stands before it.
-    """
-    return [match.group().replace(",", "") for match in NUMBER.finditer(_ascii_minus(text))]
-
-
-_CURRENCY_SIGN = r"(?:US)?\\?\$|[€£¥₹]"
-_SPACE = r"(?:,|\{,\}|[\u00a0\u2009\u202f'\u2019]|\\,)"
-_PLAIN = rf"(?:[1-9][0-9]{{0,2}}(?:{_SPACE}[0-9]{{3}})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
-_EXPONENT = r"\{\s*[+-]?[0-9]+\s*\}|\(\s*[+-]?[0-9]+\s*\)|[+-]?[0-9]+"
-_TIMES = r"\s*(?:\\times|\\cdot|[×·⋅*xX])\s*"
-_STATED = re.compile(
-    rf"(?P<sign>(?<![0-9A-Za-z)\]}}])(?!(?<=[0-9)\]}}]\s)[+-]\s)[+-]\s?"
-    rf"(?=(?:{_CURRENCY_SIGN})|\\[cdt]?frac|[0-9.]))?"
-    rf"(?:{_CURRENCY_SIGN})?\s?(?P<late>(?<=[$€£¥₹])[+-])?"
-    rf"(?:(?P<whole>(?:{_PLAIN})\s*)??\\[cdt]?frac\s*(?:\{{\s*(?P<over>-?(?:{_PLAIN}))\s*\}}"
-    rf"\s*\{{\s*(?P<under>-?(?:{_PLAIN}))\s*\}}|(?P<short>[1-9]\s*[1-9])(?![0-9]))"
-    rf"|(?<![0-9^_])(?P<number>{_PLAIN})"
-    rf"(?:[eE](?P<e>[+-]?[0-9]+)(?![0-9A-Za-z])"
-    rf"|{_TIMES}10\s*(?:\^|\*\*)\s*(?P<times>{_EXPONENT})"
-    rf"|(?:\s*\^\s*|\*\*|\s+\*\*\s+)(?P<power>{_EXPONENT})"
-    r"|\s*/\s*(?P<slash>[1-9][0-9]*)(?![0-9]|\.[0-9]|\s*/)"
-    r"|[ ](?P<top>[0-9]+)\s*/\s*(?P<bottom>[1-9][0-9]*)(?![0-9]|\.[0-9]|\s*/))?)"
-)
-# Digits of a unit (m^2, cm2), of an index (x_1) and of a power of a letter are not numbers; those
-# of bold text are: "is **5**".
-_NOT_NUMBERS = re.compile(
-    r"(?<=[A-Za-z)}\]])(?:\s*\^\s*|\*\*|\s+\*\*\s+)(?:\{[^{}]*\}|[+-]?[0-9]+)|_\s*(?:\{[^{}]*\}|[0-9]+)"
-    r"|(?<=[0-9 ])(?:[kcdm]?m|ft|in)[23](?![0-9.])"
-)
-_EMPHASIS = re.compile(r"(?<![0-9A-Za-z)\]}_\\])_{1,2}(?=[-+]?[$0-9])")  # __5__
 _REMARK = re.compile(r"\\pmod\s*\{[^{}]*\}|\(\s*\\?[A-Za-z][^()]*\)|\b(?:mod|modulo)\s+[0-9]+")
-_MAX_POWER = 1000
-_WIDE = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | {0x3000: " "}
-_HYPHENS = re.compile(r"[\u2010-\u2013\ufe63\u2212]|\u2014(?=\s?[$0-9.])")
-_SMALL = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ₀₁₂₃₄₅₆₇₈₉ₙ", "0123456789-+n0123456789n")
-_RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ]+")
-_LOWERED = re.compile("[₀₁₂₃₄₅₆₇₈₉ₙ]+")
-
-
-def ascii_digits(text: str) -> str:
-    """Full-width characters, dashes before numbers, raised and lowered digits in plain form."""
-    narrow = _HYPHENS.sub("-", text.translate(_WIDE))
-    narrow = _LOWERED.sub(lambda m: "_{" + m.group().translate(_SMALL) + "}", narrow)
-    return _RAISED.sub(lambda m: "^{" + m.group().translate(_SMALL) + "}", narrow)
-
-
-def stated_numbers(text: str) -> list[str]:
-    r"""All numbers of `text` in order: with sign and currency, fractions, powers, exponents.
-
-    "-$5" is -5, "\frac12" and "1/2" are 1/2, "10^3" is 1000, "1.5 × 10^3" is 1500, "3 1/2" is 7/2.
-    What is too large to compute is left out.
-    """
-    plain = _EMPHASIS.sub(" ", _VULGAR.sub(" ", ascii_digits(text)))
-    plain = re.sub(r"[\u00bc-\u00be\u2150-\u215e]", _spelled, plain)
-    plain = _NOT_NUMBERS.sub(" ", plain.replace("\\!", "").replace("\u2044", "/"))
-    found = [_reading(match) for match in _STATED.finditer(plain)]
-    return [number for number in found if number is not None]
-
-
-def _spelled(match: re.Match[str]) -> str:
-    return unicodedata.normalize("NFKC", match.group()).replace("\u2044", "/")
-
-
-def _reading(match: re.Match[str]) -> str | None:
-    """The number as an integer, a decimal or a fraction."""
-    part = match.groupdict()
-    if len(match.group()) > MAX_DIGITS and part["number"] != match.group():
-        return None
-    minus = "-" in ((part["sign"] or "") + (part["late"] or ""))
-    sign = "-" if minus else ""
-    if part["number"] is None:
-        short = part["short"] or "  "
-        top, bottom = (_signed(part["over"] or short[0]), _signed(part["under"] or short[-1]))
-        if not bottom:
-            return None
-        value = top / bottom + (Fraction(_digits(part["whole"])) if part["whole"] else 0)
-        return str(-value if minus else value)
-    number = _digits(part["number"])
-    exponent = part["e"] or part["times"]
-    if exponent:
-        power = int(exponent.strip("{}() "))
-        return f"{sign}{number}e{power}" if abs(power) <= _MAX_POWER else None
-    if part["power"]:
-        power = int(part["power"].strip("{}() "))
-        if abs(power) * len(number) > MAX_DIGITS or (power < 0 and not Fraction(number)):
-            return None
-        return sign + str(Fraction(number) ** power)
-    if part["slash"]:
-        return f"{sign}{Fraction(number) / int(part['slash'])}"
-    if part["top"]:
-        return f"{sign}{Fraction(number) + Fraction(int(part['top']), int(part['bottom']))}"
-    return sign + number
-
-
-def _signed(text: str) -> Fraction:
-    return Fraction(_digits(text)) * (-1 if text.startswith("-") else 1)
-
-
-def _digits(text: str) -> str:
-    return re.sub(r"[^0-9.]", "", text)
 
 
 def last_number(text: str) -> str | None:
@@ -133,39 +26,6 @@ def last_number(text: str) -> str | None:
         if numbers:
             return numbers[-1]
     return None
-
-
-MAX_DIGITS = 4000
-_ONE = re.compile(
-    r"[+-]?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)"
-    r"(?:[eE][+-]?[0-9]{1,4}|/0*[1-9][0-9]*)?"
-)
-
-
-def is_number(text: str) -> bool:
-    """Whether `text` is one number: a decimal, with an exponent, or a fraction."""
-    return _ONE.fullmatch(ascii_digits(text).strip()) is not None
-
-
-def same_number(left: str, right: str) -> bool:
-    """Whether two strings that hold `is_number` have the same value: 68 and 68.0 do.
-
-    Numbers of more than `MAX_DIGITS` characters are compared as text: Python refuses to read them.
-    """
-    if max(len(left), len(right)) > MAX_DIGITS:
-        return left == right
-    return _value(left) == _value(right)
-
-
-def _value(text: str) -> Fraction:
-    plain = ascii_digits(text).strip().replace(",", "")
-    top, _, bottom = plain.partition("/")
-    return Fraction(top.rstrip(".")) / (Fraction(bottom) if bottom else 1)
-
-
-def _ascii_minus(text: str) -> str:
-    # U+2212 is the minus sign of typeset mathematics.
-    return text.replace("\u2212", "-")
 
 
 _BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
@@ -184,22 +44,21 @@ _WITH_UNIT = re.compile(
     r"|\s*(?![万亿])[\u4e00-\u9fff]+)?"
 )
 _TWO_NUMBERS = re.compile(r"[0-9.]\s+[0-9.]")
-_VULGAR = re.compile(r"(?<=[0-9])(?=[\u00bc-\u00be\u2150-\u215e])")
 _POWER = r"(?:\^|\*\*)\s*[{(]*\s*[0-9]"
 _HUGE = re.compile(
     rf"[0-9]\s*[)}}]*\s*{_POWER}[0-9]*\s*[)}}]*\s*{_POWER}|{_POWER}[0-9]{{4}}|[0-9]{{4}}\s*[)}}]*\s*!"
 )
 _WORDS = re.compile(r"(?![A-Za-z](?:\s*-\s*[A-Za-z])+\Z)[A-Za-z][A-Za-z' -]+")  # not a - b
-_TEXT = r"\\(?:text(?:bf|it|rm)?|mathrm|mathbf|mbox)\s*"
+TEXT = r"\\(?:text(?:bf|it|rm)?|mathrm|mathbf|mbox)\s*"
 # "5 \text{ hours } 30 \text{ minutes}": the parser reads the first number alone.
 _TWO_QUANTITIES = re.compile(
-    rf"[0-9}}]\s*(?:\\[,;! ]\s*)*{_TEXT}\{{(?!\s*(?:or|and)\s*\}})[^{{}}]*\}}"
-    rf"(?:{_TEXT}\{{[^{{}}]*\}}|\\[,;! ]|[A-Za-z\s])*[0-9]"
+    rf"[0-9}}]\s*(?:\\[,;! ]\s*)*{TEXT}\{{(?!\s*(?:or|and)\s*\}})[^{{}}]*\}}"
+    rf"(?:{TEXT}\{{[^{{}}]*\}}|\\[,;! ]|[A-Za-z\s])*[0-9]"
     rf"|[0-9]\s+(?!(?:or|and)\s)(?:[A-Za-z]{{2,}},?\s+)+[0-9]"
 )
 _BOUND = re.compile(r"\b(?:or (?:more|less|fewer|greater|larger)|at (?:least|most))\b")  # no unit
 _UNIT_IN_LIST = re.compile(
-    rf"(?<=[0-9}}])\s*(?:\\[,;! ]\s*)*{_TEXT}\{{[^{{}}]*\}}(?=\s*(?:[,;]|\\times|\\cdot)\s*[-0-9])"
+    rf"(?<=[0-9}}])\s*(?:\\[,;! ]\s*)*{TEXT}\{{[^{{}}]*\}}(?=\s*(?:[,;]|\\times|\\cdot)\s*[-0-9])"
 )
 
 
@@ -288,7 +147,7 @@ _LAYOUT = [  # LaTeX that changes how an answer looks, and the forms that the pa
 _TRIGONOMETRY = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
 _ANGLE = re.compile(rf"({_NUMBER})\^\\circ ?")
 _PRIMED = re.compile(r"(?<![A-Za-z\\])([A-Za-z])('+)(?![A-Za-z])")
-_WHOLE_TEXT = re.compile(rf"{_TEXT}\{{([^{{}}]*)\}}")
+_WHOLE_TEXT = re.compile(rf"{TEXT}\{{([^{{}}]*)\}}")
 _BUILDER = re.compile(
     r"\\\{\s*[a-zA-Z]\s*(?:\\in\s*\\mathbb\{R\}\s*)?(?:\\mid(?![a-z])|[|:])(.*[<>=\\].*)\\\}"
 )
@@ -296,20 +155,19 @@ _LEAD_WORDS = (
     r"(?:the\s+)?(?:(?:final|correct|right)\s+)?(?:answer\s*(?:is(?:\s*:)?|:|=)"
     r"|(?:answer|option|choice)\s*:?(?=\s*\}?\s*\(?[A-Z](?![A-Za-z])))"
 )
-_LEAD = re.compile(rf"\A\s*(?:{_TEXT}\{{\s*{_LEAD_WORDS}\s*\}}|{_LEAD_WORDS})\s*(?=\S)", re.I)
+_LEAD = re.compile(rf"\A\s*(?:{TEXT}\{{\s*{_LEAD_WORDS}\s*\}}|{_LEAD_WORDS})\s*(?=\S)", re.I)
 # "k\pi, k \in \mathbb{Z}"
 _CONDITION = re.compile(
     r"\A(.*\S)\s*(?:,|\(|\\[ ,;]|\\q?quad)\s*\(?\s*[a-z]\s*\\in\s*(?:\\mathbb\s*\{?Z\}?|Z)\s*\)?\Z"
 )
 _OTHER_DIGIT = re.compile(r"(?![0-9])\d")
 _STOPS = ".,;:?。，、；：？！ \t\n"
-_OPEN, _CLOSE = "([{", ")]}"
 
 
 def normal(answer: str) -> str:
     r"""An answer in plain characters, without what stands around it: dollars, full stops, \left."""
     text = _GOES_ON.sub(r"\1.\2\\overline{\3\4}", answer).strip().rstrip(_STOPS)
-    text = _VULGAR.sub(" ", _OTHER_DIGIT.sub(_digit, text.replace("\uff0c", ", ")))
+    text = VULGAR.sub(" ", _OTHER_DIGIT.sub(_digit, text.replace("\uff0c", ", ")))
     text = _ROOT.sub(lambda m: rf"\sqrt{{{m[1] or m[2]}}}", ascii_digits(text))
     text = "".join(_SIGNS.get(character, character) for character in text)
     text = unicodedata.normalize("NFKC", text).replace("\u2044", "/").replace("\u2212", "-")
@@ -395,138 +253,6 @@ def multiplied(answer: str) -> str | None:
     return f"{Fraction(found[1]) * _TIMES_OF[found[2]]}{found[3]}" if found else None
 
 
-_CHOICE = re.compile(r"[(\[]?([A-Za-z])[)\].:]?")
-_LABELLED = re.compile(
-    rf"(?:{_TEXT}\{{\s*)?(?:\(([A-Za-z])\)|([A-Za-z])\s*[).:])\s*(\}}?)(?:\\[ ,;]|[\s~])*(\S.*)"
-)
-# A second label, or a second letter right after the first: such an answer chooses nothing.
-_HEDGED = re.compile(
-    r"(?:\A|[\s,;/&}~])(?:\([A-J]\)|[A-J]\s*[).:](?:\W|\Z))|\A(?:or|and|[,;/&])\s*\(?[A-J](?![A-Za-z])"
-)
-
-
-def labelled(answer: str) -> tuple[str, str] | None:
-    r"""The capital that an answer chooses and the text that it goes on with, perhaps empty.
-
-    ("D", "12") for "D) 12", "\textbf{(D)} 12" and "D. 12"; ("D", "") for "D" and "(D)"; None for
-    other answers, and for those that name several choices.
-    """
-    if alone := _CHOICE.fullmatch(answer):
-        return alone[1].upper(), ""
-    found = _LABELLED.fullmatch(answer)
-    if found is None or _HEDGED.search(found[4]):
-        return None
-    rest = found[4] if found[3] or "{" in found[4] else found[4].rstrip("}")
-    return (found[1] or found[2]).upper(), rest
-
-
-def is_hedged(answer: str) -> bool:
-    """Whether an answer names several choices."""
-    found = _LABELLED.fullmatch(answer)
-    return found is not None and _HEDGED.search(found[4]) is not None
-
-
-def parts(answer: str) -> tuple[str, str, list[str]]:
-    r"""The brackets around an answer and what stands between its outermost commas.
-
-    ("(", "]", ["0", "1"]) for "(0,1]"; no brackets for a list without them. A comma between digits
-    separates, unless others have a blank after them, or it is written {,}.
-    """
-    text = re.sub(r"(?<=[0-9])\\[,! ](?=[0-9]{3}(?![0-9]))", "", answer)
-    text = re.sub(r"\\(?:[,;:! ]|q?quad(?![a-z]))", " ", text).strip()
-    text = text.replace("\\{", "\x01").replace("\\}", "\x02")
-    left = right = ""
-    if text[:1] in ("(", "[", "]", "\x01") and text[-1:] in (")", "]", "[", "\x02"):
-        if _closes_at_end(text[1:-1]):
-            left, right, text = text[0], text[-1], text[1:-1]
-    text = text.replace("{,}", "")
-    if re.search(r"[0-9],\s+|\s,|,\\", text):
-        text = re.sub(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))", "", text)
-    found, depth, start = [], 0, 0
-    for index, character in enumerate(text):
-        if character in "([{\x01":
-            depth += 1
-        elif character in ")]}\x02":
-            depth -= 1
-        elif depth == 0 and character in ",;":
-            found.append(text[start:index])
-            start = index + 1
-    found.append(text[start:])
-    if (left, right) == ("]", "["):
-        left, right = "(", ")"
-    elif left == "]":
-        left = "("
-    elif right == "[":
-        right = ")"
-    names = {"\x01": "{", "\x02": "}"}
-    plain = [one.replace("\x01", "\\{").replace("\x02", "\\}").strip() for one in found]
-    return names.get(left, left), names.get(right, right), plain
-
-
-def _closes_at_end(inside: str) -> bool:
-    """Whether the brackets within the outer pair are closed among themselves."""
-    depth = 0
-    for character in inside:
-        depth += (character in "([{\x01") - (character in ")]}\x02")
-        if depth < 0:
-            return False
-    return depth == 0
-
-
-_NAME = r"(?:[A-Za-z]|\\[a-z]+)"
-_BELOW, _ABOVE = r"(?:\\leq?(?:slant)?(?![a-z])|<=?)", r"(?:\\geq?(?:slant)?(?![a-z])|>=?)"
-_LESS = re.compile(rf"[a-zA-Z]\s*({_BELOW})([^<>=]+)|([^<>=a-zA-Z]+)({_ABOVE})\s*[a-zA-Z]")
-_MORE = re.compile(rf"[a-zA-Z]\s*({_ABOVE})([^<>=]+)|([^<>=a-zA-Z]+)({_BELOW})\s*[a-zA-Z]")
-_BETWEEN = re.compile(
-    rf"((?:(?!\\leq?(?![a-z]))[^<>=])+?)\s*({_BELOW})\s*[a-zA-Z]\s*({_BELOW})([^<>=]+)"
-)
-
-
-_RANGE = re.compile(r"[(\[][^()\[\]]*,[^()\[\]]*[)\]]")
-_OR = re.compile(
-    r"(?:\s|,|\\q?quad(?![a-z])|\\[ ,;])*"
-    r"(?:\\text\s*\{\s*,?\s*or\s*\}|\\(?:lor|vee)(?![a-z])|\sor\s)"
-    r"(?:\s|\\q?quad(?![a-z])|\\[ ,;])*"
-)
-_DESCENDING = re.compile(rf"([^<>=a-zA-Z]+?)\s*({_ABOVE})\s*([a-zA-Z])\s*({_ABOVE})([^<>=a-zA-Z]+)")
-_ABSOLUTE = re.compile(rf"\|\s*([a-zA-Z])\s*\|\s*({_BELOW})([^<>=]+)")
-_UNEQUAL = re.compile(r"[a-zA-Z]\s*\\neq?(?![a-z])([^<>=,]+)")
-
-
-def as_interval(answer: str) -> str:
-    r"""An inequality in one letter as the interval that it means, several with "or" between them as
-    the union, and a ratio of three or more as the point of its quotients by the first; other
-    answers as they are.
-    """
-    either = _OR.split(answer) if len(answer) < 200 else [answer]
-    if len(either) > 1:
-        ranges = [as_interval(one) for one in either]
-        return r" \cup ".join(ranges) if all(map(_RANGE.fullmatch, ranges)) else answer
-    ratio = answer.split(":")
-    if len(ratio) > 2:
-        return "(" + ", ".join(rf"\frac{{{one}}}{{{ratio[0]}}}" for one in ratio) + ")"
-    text = answer.replace(r"\lt", "<").replace(r"\gt", ">").strip()
-    if member := re.fullmatch(r"[a-zA-Z]\s*\\in(?![a-z])\s*(.+)", text):
-        return member[1]
-    if other := _UNEQUAL.fullmatch(text):
-        return rf"(-\infty, {other[1].strip()}) \cup ({other[1].strip()}, \infty)"
-    if size := _ABSOLUTE.fullmatch(text):
-        text = f"-({size[3]}) {size[2]} {size[1]} {size[2]} {size[3]}"
-    if down := _DESCENDING.fullmatch(text):
-        signs = [r"<" if sign == ">" else r"\le" for sign in (down[4], down[2])]
-        text = f"{down[5]} {signs[0]} {down[3]} {signs[1]} {down[1]}"
-    if both := _BETWEEN.fullmatch(text):
-        low, high = ("(" if both[2] == "<" else "["), (")" if both[3] == "<" else "]")
-        return f"{low}{both[1].strip()}, {both[4].strip()}{high}"
-    if less := _LESS.fullmatch(text):
-        sign, bound = (less[1], less[2]) if less[1] else (less[4], less[3])
-        return rf"(-\infty, {bound.strip()}{')' if sign in '<>' else ']'}"
-    if more := _MORE.fullmatch(text):
-        sign, bound = (more[1], more[2]) if more[1] else (more[4], more[3])
-        return rf"{'(' if sign in '<>' else '['}{bound.strip()}, \infty)"
-    return answer
-
-
 def as_latex(answer: str) -> str:
     r"""A short answer, written in any of the usual ways, as one LaTeX expression.
 
@@ -540,7 +266,7 @@ def as_latex(answer: str) -> str:
     plain = plain.replace("{,}", "")
     plain = _UNIT_IN_LIST.sub("", plain)
     if _TWO_QUANTITIES.search(plain) or _BOUND.search(plain):
-        words = re.sub(rf"{_TEXT}\{{([^{{}}]*)\}}", r" \1 ", plain)
+        words = re.sub(rf"{TEXT}\{{([^{{}}]*)\}}", r" \1 ", plain)
         return rf"\text{{{' '.join(words.lower().split())}}}"
     if unit := _WITH_UNIT.fullmatch(plain):
         number, percent = unit.groups()

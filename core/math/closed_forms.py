@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-from posttrain.core.math.answers import is_number, numbers_in
+from posttrain.core.math.numbers import is_number, numbers_in
 
 MAX_LENGTH = 200
 """Characters of an answer that is looked at; a longer one is not a closed form."""

@@ -20,24 +20,21 @@ from pydantic import Field
 from posttrain.core.contracts import PluginConfig, Reward
 from posttrain.core.math.answers import (
     after_marker,
-    as_interval,
     as_latex,
     bracket_depth,
     has_unfinished_box,
-    is_hedged,
     is_huge,
-    is_number,
-    labelled,
     large_integer,
     last_boxed,
     multiplied,
     normal,
     number_in_base,
-    parts,
     residue,
-    same_number,
     time_of_day,
 )
+from posttrain.core.math.brackets import as_interval, parts
+from posttrain.core.math.choices import is_hedged, labelled
+from posttrain.core.math.numbers import is_number, same_number
 from posttrain.core.types import Problem, RewardSample, Score, ScoreStatus
 
 MAX_DEPTH = 50  # its parser takes seconds where hundreds of brackets nest

@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from posttrain.core.contracts import PluginConfig, Task
-from posttrain.core.math.answers import numbers_in, same_number
+from posttrain.core.math.numbers import numbers_in, same_number
 from posttrain.core.math.splits import split_of, stable_hash, too_few
 from posttrain.core.types import Problem, Split, Verdict
 

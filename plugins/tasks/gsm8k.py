@@ -15,7 +15,8 @@ from posttrain.core.data.preference import marked_pairs
 from posttrain.core.data.problem_sets import problems_digest
 from posttrain.core.data.tables import HubSource, hub_rows, parquet_rows, resolve_revision
 from posttrain.core.errors import DataError
-from posttrain.core.math.answers import final_number, is_number, only_number_after, same_number
+from posttrain.core.math.answers import final_number, only_number_after
+from posttrain.core.math.numbers import is_number, same_number
 from posttrain.core.math.splits import loose_key, text_key, too_few
 from posttrain.core.runtime.json_files import JsonRow, read_json_lines
 from posttrain.core.store.manifests import combine_digests, file_digest

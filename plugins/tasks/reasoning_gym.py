@@ -14,8 +14,8 @@ from pydantic import Field, field_validator
 from posttrain.core.contracts import PluginConfig, Task
 from posttrain.core.errors import ConfigError, nearest
 from posttrain.core.math.answer_forms import is_arithmetic, is_data, is_polynomial
-from posttrain.core.math.answers import is_number, numbers_in, same_number
 from posttrain.core.math.antiderivative import is_antiderivative
+from posttrain.core.math.numbers import is_number, numbers_in, same_number
 from posttrain.core.math.splits import split_of, stable_hash, text_key, too_few
 from posttrain.core.types import Problem, Split, Verdict
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.core.math.answers import final_number, is_number, last_number, same_number
+from posttrain.core.math.answers import final_number, last_number
+from posttrain.core.math.numbers import is_number, same_number
 from posttrain.plugins.rewards.math_accuracy import Graded, in_bounded_time
 from tests.helpers.rewards import pooled, sample, score
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from posttrain.core.kit.batches import build_batch
 from posttrain.core.math import groups, intervals
-from posttrain.core.math.answers import is_number, numbers_in, same_number
 from posttrain.core.math.masking import mask_weights, masked, row_sums
+from posttrain.core.math.numbers import is_number, numbers_in, same_number
 from posttrain.core.math.splits import loose_key, split_of, stable_hash, text_key
 
 NAN = float("nan")
