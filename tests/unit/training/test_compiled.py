@@ -52,6 +52,7 @@ def graphs() -> int:
 
 @pytest.mark.parametrize(("family", "options"), CASES)
 def test_the_gradient_is_the_plain_one(family: str, options: Options) -> None:
+    torch._dynamo.reset()  # type: ignore[no-untyped-call]  # of the case before, which may be alike
     wanted = plain_gradients(family, Options(lora=options.lora))
     began = graphs()
     assert_equal_gradients(gradients(family, options), wanted)
