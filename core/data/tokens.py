@@ -176,7 +176,10 @@ class ChatTokenizer:
         return ids if ids and ids[-1] in self.end_token_ids else (*ids, self.turn_end.token)
 
     def encode_worked(self, problem: Problem) -> tuple[int, ...]:
-        """Token ids of a problem's worked answer with its end, as they follow its prompt."""
+        """Token ids of a problem's worked answer with its end, as they follow its prompt; of one
+        that has none, the end."""
+        if not problem.worked:
+            return self.encode_response("")
         answer = Message("assistant", problem.worked)
         return self.encode_answer(problem.messages, answer, problem.tools)
 

@@ -162,7 +162,7 @@ class Lengths(NamedTuple):
         else:
             encoded, how = [tokenizer.encode_prompt(each) for each in problems], "measured"
             prompts, shared = [*map(len, encoded)], common_start(encoded)
-            worked = [len(tokenizer.encode_worked(p)) for p in problems if p.worked]
+            worked = [len(tokenizer.encode_response(p.worked)) for p in problems if p.worked]
         prompt, answer = sum(prompts) / len(prompts), sum(worked) / max(1, len(worked))
         text = f"prompts of {prompt:.0f} tokens ({shared} of them the same in all)"
         text += f", worked answers of {answer:.0f}: mean of {len(problems)} problems, {how}"

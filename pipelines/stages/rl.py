@@ -191,7 +191,7 @@ def build_loop(
 
     def worked(problem: Problem) -> tuple[int, ...]:
         prompt = tokenizer.encode_prompt(problem)
-        return (*prompt, *tokenizer.encode_worked(problem))
+        return (*prompt, *tokenizer.encode_response(problem.worked))  # for a probe any text will do
 
     learner: PolicyLearner
     model: ValueModel | None

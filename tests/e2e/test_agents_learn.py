@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(1800),
 ]
-STEPS = 60
+STEPS = 90
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])

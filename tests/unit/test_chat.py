@@ -64,6 +64,13 @@ OPENS_NEXT = (
 )
 
 
+WITHOUT_HEADERS = (
+    "{% for m in messages %}{{ m['content'] }}"
+    "{{ '<|im_end|>' if m['role'] == 'assistant' else '|' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>' }}{% endif %}"
+)
+
+
 def tokenizer_of(template: str | None, eos: str | None = EOS) -> PreTrainedTokenizerFast:
     """A base model's tokenizer: its end of text is not what its template ends turns with."""
     made = make_tiny_tokenizer(CHARACTERS, CHATML)
@@ -240,6 +247,12 @@ def test_a_runs_engine_is_started_again_for_a_model_with_other_ends(
 
 
 # --- chats ----------------------------------------------------------------------------------------
+
+
+def test_a_problem_without_a_worked_answer_has_its_end_alone() -> None:
+    chat = ChatTokenizer(tokenizer_of(WITHOUT_HEADERS), None)
+    ids = chat.encode_worked(Problem("k", "Hi", "", "", messages=(user("Hi"),)))
+    assert ids == chat.encode_response("") and len(ids) == 1
 
 
 def test_a_system_prompt_reaches_models_that_take_no_system_message() -> None:
