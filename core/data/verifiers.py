@@ -16,6 +16,7 @@ from posttrain.core.math.answers import (
     last_boxed,
     last_number,
     normal,
+    without_blanks,
 )
 from posttrain.core.math.brackets import as_interval, parts
 from posttrain.core.math.closed_forms import read_closed_form
@@ -136,9 +137,9 @@ def same_math(left: str, right: str) -> bool:
     if max(len(left), len(right)) > MAX_ANSWER:
         return left.strip() == right.strip()
     one, other = normal(_undressed(left)), normal(_undressed(right))
-    if _squeezed(one) == _squeezed(other) or _squeezed(as_latex(left)) == _squeezed(
-        as_latex(right)
-    ):
+    if without_blanks(one) == without_blanks(other) or without_blanks(
+        as_latex(left)
+    ) == without_blanks(as_latex(right)):
         return bool(one)
     if is_number(one) and is_number(other):
         return same_number(one, other)
@@ -155,11 +156,6 @@ def _undressed(answer: str) -> str:
     r"""The answer without the unit behind it, \text{...} around it and a per cent sign."""
     plain = _WORDS.sub(r"\1", _UNIT.sub("", answer.strip().strip("$")))
     return plain.strip().rstrip("%").rstrip("\\")
-
-
-def _squeezed(text: str) -> str:
-    """Without blanks, but for those between two digits: 1 2 is not 12."""
-    return " ".join(re.sub(r"(?<![0-9.])\s+|\s+(?![0-9.])", "", text).split())
 
 
 def _same_parts(left: list[str], right: list[str], any_order: bool) -> bool:

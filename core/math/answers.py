@@ -281,6 +281,11 @@ def as_latex(answer: str) -> str:
     return "" if _TWO_NUMBERS.search(plain) else plain
 
 
+def without_blanks(text: str) -> str:
+    """Blanks between two digits stay, as one: 1 1/2 is not 11/2, and 1 2 is not 12."""
+    return " ".join(re.sub(r"(?<![0-9.])\s+|\s+(?![0-9.])", "", text).split())
+
+
 def is_huge(text: str) -> bool:
     """Whether `text` has a number that nobody would write out: 9^{9^9}, 2^{100000}, 1000!.
 

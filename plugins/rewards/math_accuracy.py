@@ -31,6 +31,7 @@ from posttrain.core.math.answers import (
     number_in_base,
     residue,
     time_of_day,
+    without_blanks,
 )
 from posttrain.core.math.brackets import as_interval, parts
 from posttrain.core.math.choices import is_hedged, labelled
@@ -225,12 +226,7 @@ def _unreadable(reference: str) -> str:
 
 
 def _same_text(left: str, right: str) -> bool:
-    return bracket_depth(left) <= MAX_DEPTH and _without_blanks(left) == _without_blanks(right)
-
-
-def _without_blanks(text: str) -> str:
-    """Those between two digits stay, as one: 1 1/2 is not 11/2."""
-    return " ".join(re.sub(r"(?<![0-9.])\s+|\s+(?![0-9.])", "", text).split())
+    return bracket_depth(left) <= MAX_DEPTH and without_blanks(left) == without_blanks(right)
 
 
 def _same_value(gold: str, answer: str) -> bool | None:
