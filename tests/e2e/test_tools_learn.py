@@ -80,7 +80,7 @@ def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 # --- calls between tags --------------------------------------------------------------------------
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-ARPO_STEPS = 40
+ARPO_STEPS = 60
 
 
 def write_facts(folder: Path) -> None:
