@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +57,7 @@ class OwnServer:
 
     def __init__(self, home: Path) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+        self._stopping = threading.RLock()
         self._before: prefect.context.SettingsContext | None = None
         self._begun = False
         if os.environ.get("PREFECT_API_URL"):
@@ -184,20 +185,25 @@ class OwnServer:
         atexit.unregister(self.stop)
 
     def stop(self) -> None:
-        """End it as SIGTERM does, and wait; may be called twice."""
-        process, self._process = self._process, None
-        if process is None:
-            return
-        assert process.stdin is not None
-        try:
-            process.stdin.close()
-        except BrokenPipeError:
-            pass
-        try:
-            process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        """End it as SIGTERM does, and wait; may be called twice.
+
+        At the exit two threads may: whichever is second waits too, as the process ends after it and
+        would leave a server that hangs.
+        """
+        with self._stopping:
+            process = self._process
+            if process is None:
+                return
+            assert process.stdin is not None
+            try:
+                with suppress(BrokenPipeError):
+                    process.stdin.close()
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(STOP_SECONDS)
+            finally:
+                process.kill()
+                process.wait()
+                self._process = None
 
 
 def running() -> list[OwnServer]:
