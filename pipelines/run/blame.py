@@ -243,7 +243,7 @@ class Blame:
     def _differing(self, record: RunRecord) -> list[Setting]:
         try:
             manager = PluginManager()
-            loaded = load_config([record.config], manager=manager)
+            loaded = load_config([record.unchanged_config()], manager=manager)
             return differing_settings(resolve(loaded, manager), manager)
         except PosttrainError as error:
             self.notes.append(f"the settings of run {record.run_id[:12]} cannot be read: {error}")

@@ -50,7 +50,7 @@ def find_parent(fork: ForkSection, home: Path) -> Parent:
             f"no run in {home} has the stage that is to be forked ({fork.name}, identity "
             f"{fork.identity[:12]}...): name the home of that run with --home"
         )
-    config = load_config([found[0].config], []).config
+    config = load_config([found[0].unchanged_config()], []).config
     stage = config.stages.get(fork.name)
     if not isinstance(stage, StepStage):
         raise ResourceError(f"{found[0].config} has no stage '{fork.name}' with steps to share")

@@ -71,7 +71,7 @@ class FoundModel:
             return None
         from posttrain.core.config.loading import load_config
 
-        return load_config([self.run.config]).config
+        return load_config([self.run.unchanged_config()]).config
 
 
 def context_length(folder: Path, most: int) -> int:

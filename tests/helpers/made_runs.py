@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -37,11 +39,13 @@ def made_stage(
     return identity
 
 
-def made_run(home: Path, model: Path, run_id: str = RUN) -> RunRecorder:
+def made_run(
+    home: Path, model: Path, run_id: str = RUN, config: Mapping[str, Any] | None = None
+) -> RunRecorder:
     """A run of this home with stages `sft` (of MLflow's run 5555...) and `rm`, a reward model."""
     store = ArtifactStore(home / "artifacts")
-    config = yaml.safe_dump(tiny_config(model))
-    record = RunRecorder(home, run_id, "tiny", "2026-01-02T03:04:05+00:00", config)
+    text = yaml.safe_dump(dict(config or tiny_config(model)))
+    record = RunRecorder(home, run_id, "tiny", "2026-01-02T03:04:05+00:00", text)
     record.stage("sft", made_stage(store, "sft", model, kind="sft", mlflow_run_id="5" * 32))
     reward = made_stage(store, "rm", model, kind="reward_model", makes="reward_model")
     record.stage("rm", reward)

@@ -12,7 +12,6 @@ from typing import Any
 
 import httpx
 import pytest
-import yaml
 from fastapi import FastAPI
 from rich.console import Console
 from typer.testing import CliRunner
@@ -35,6 +34,7 @@ from posttrain.pipelines.using.serving import MOST_BYTES, build_app
 from posttrain.pipelines.using.speaker import Cancelled, Speaker, unread_config
 from tests.helpers.hub import running_hub
 from tests.helpers.made_runs import RUN, made_run
+from tests.helpers.pipeline import tiny_config
 
 
 @pytest.fixture(scope="module")
@@ -117,16 +117,13 @@ def test_the_command_by_hand_keeps_the_key(speaker: Speaker) -> None:
 
 
 def test_the_renderer_of_the_run_may_be_a_file_of_its_own(speaker: Speaker, tmp_path: Path) -> None:
-    folder = made_run(tmp_path, speaker.found.path).folder
-    path = folder / "config.yaml"
+    config = tiny_config(speaker.found.path) | {"plugin_files": {"own.py": "own.py"}}
+    config["model"]["renderer"] = {"name": "own.py:Own"}
+    folder = made_run(tmp_path, speaker.found.path, config=config).folder
     (folder / "own.py").write_text(
         '"""Own."""\nfrom posttrain.core.data.template import TemplateRenderer\n\n\n'
         'class Own(TemplateRenderer):\n    """Own."""\n\n    name = "own"\n'
     )
-    config = yaml.safe_load(path.read_text())
-    config["model"]["renderer"] = {"name": "own.py:Own"}
-    config["plugin_files"] = {"own.py": "own.py"}
-    path.write_text(yaml.safe_dump(config))
     found = Speaker(find_model(f"{RUN}/sft", tmp_path), PluginManager())
     assert type(found.tokenizer.renderer).__name__ == "Own"
 
@@ -189,8 +186,14 @@ def test_a_config_that_cannot_be_read_is_told(speaker: Speaker, tmp_path: Path) 
     folder = made_run(tmp_path, speaker.found.path).folder
     found = find_model(f"{RUN}/sft", tmp_path)
     assert unread_config(found) == ""
-    (folder / "config.yaml").write_text("name: 1\nno_such_field: 2\n")
-    assert "system prompt and renderer are not used" in unread_config(found)
+    config = folder / "config.yaml"
+    for changed in (config.read_text() + "seed: 7\n", "name: 1\nno_such_field: 2\n"):
+        config.write_text(changed)
+        note = unread_config(found)
+        assert "system prompt and renderer are not used" in note and "was changed" in note
+        assert any(
+            "was changed" in each for each in gather(found, tmp_path, tmp_path / "artifacts").notes
+        )
 
 
 @pytest.mark.parametrize("value", ["nan", "inf"])
