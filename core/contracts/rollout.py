@@ -90,6 +90,10 @@ class Task(Plugin[ConfigT]):
         """
         return ""
 
+    def notes(self) -> Sequence[str]:
+        """What whoever trains on its data should know of them, such as rows that count once."""
+        return ()
+
     def question(self, problem: Problem) -> str:
         """What `problem` asks, without the instructions that the task puts around it."""
         return problem.prompt

@@ -165,14 +165,16 @@ class RowTask(Task[RowConfigT]):
     """Problems of rows. Formula: key = the prompt, in Unicode's NFC; of messages, a line for each.
 
     Held out are the rows given apart, or without them those with sha256(key) mod 1000 <
-    held_out_permille. A row that occurs twice counts once; one prompt with two answers, or one that
-    is on both sides, is a `DataError`. All rows are read, and checked, when the task is built; what
-    stays in memory are the problems.
+    held_out_permille. A prompt that occurs twice counts once, and a note says so; one prompt with
+    two answers, or one that is on both sides, is a `DataError`. All rows are read, and checked,
+    when the task is built; what stays in memory are the problems.
     """
 
     def __init__(self, config: RowConfigT) -> None:
         super().__init__(config)
         self._unjudged = ""
+        self._repeated: list[str] = []
+        self._other_worked: list[str] = []
         train, held_out = self.read()
         rows = self._read(train)
         self._splits: dict[Split, list[Problem]] = {"train": [], "held_out": []}
@@ -200,6 +202,17 @@ class RowTask(Task[RowConfigT]):
     def unjudged(self, tasks: Collection[str] = ()) -> str:
         return self._unjudged
 
+    def notes(self) -> list[str]:
+        found = []
+        if same := self._repeated:
+            found.append(f"rows that repeat another one and count once: {len(same)} ({same[0]})")
+        if other := self._other_worked:
+            found.append(
+                f"rows left out, since their prompt has a worked answer already: {len(other)} "
+                f"({other[0]}); to imitate several, name the file as `data` of an sft stage"
+            )
+        return found
+
     def _read(self, given: Iterable[JsonRow]) -> Found:
         rows: Found = {}
         first: tuple[str, Layout] | None = None
@@ -223,6 +236,10 @@ class RowTask(Task[RowConfigT]):
                     f"{known[1]} and {row.where} give one prompt the answers {known[0].answer!r} "
                     f"and {problem.answer!r}, expected one answer: remove one of the lines"
                 )
+            if known[0] is not problem:
+                same = known[0].worked == problem.worked
+                found = self._repeated if same else self._other_worked
+                found.append(f"{row.where} repeats {known[1]}")
 
         for _ in each_row(given, read):
             pass

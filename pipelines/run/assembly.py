@@ -64,6 +64,8 @@ def assemble(
     quiet_libraries()
     runtime = ModelRuntime.from_config(config.model)
     task: Task[Any] = manager.task(config.task)
+    for note in task.notes():
+        reporter.say(f"data: {note}")
     reporter.say(f"model: {config.model.source}")
     base = obtain(config.model, home / "models")
     reporter.say(f"model: {base.origin}, digest {base.digest[:12]}")

@@ -161,7 +161,8 @@ def _check_inputs(resolved: ResolvedRun, manager: PluginManager) -> Inputs:
     check_examples(resolved, task, problems.get("train"))
     unjudged = check_answers(resolved, manager, task)
     own = [*check_pools(resolved, manager), *check_stages(resolved, manager, task)]
-    notes = (*filter(None, (unchecked(config.model), unjudged)), *own, *resolved.notes)
+    known = (unchecked(config.model), unjudged, *task.notes())
+    notes = (*filter(None, known), *own, *resolved.notes)
     return Inputs(task, problems, notes)
 
 

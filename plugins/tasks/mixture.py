@@ -177,6 +177,9 @@ class MixtureTask(Task[MixtureConfig]):
         asked = [task for label, task in self._tasks.items() if not tasks or label in tasks]
         return next(filter(None, (task.unjudged() for task in asked)), "")
 
+    def notes(self) -> list[str]:
+        return [f"{label}: {note}" for label, task in self._tasks.items() for note in task.notes()]
+
     def preferences(self) -> list[PreferenceRow]:
         """Those of all its tasks."""
         return [row for task in self._tasks.values() for row in task.preferences()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("shared_prefect")
 SYSTEM = "Answer with a number."
 
 
-def verl_file(path: Path, rows: range) -> Path:
+def verl_file(path: Path, rows: Iterable[int]) -> Path:
     made = [
         {
             "data_source": "openai/gsm8k",
@@ -43,7 +44,7 @@ def rl_config(folder: Path, rewards: list[Any]) -> dict[str, Any]:
         make_tiny_model(model)
     task = {
         "name": "rows",
-        "path": str(verl_file(folder / "train.parquet", range(40))),
+        "path": str(verl_file(folder / "train.parquet", [*range(40), 3])),
         "held_out_path": str(verl_file(folder / "test.parquet", range(100, 108))),
     }
     rl = {
@@ -78,6 +79,7 @@ def test_verl_s_parquet_trains_as_it_is(tmp_path: Path) -> None:
     shown = run_command("data", "show", str(tmp_path / "train.parquet"), "--home", str(home))
     assert shown.code == 0 and "verl (prompts with answers)" in shown.text, shown.text
     done = run_command("run", str(config), "--home", str(home), "--json")
+    assert done.text.count("data: rows that repeat another one and count once: 1 (") == 1
     assert done.code == 0, done.text
     (artifact,) = [
         Path(a["uri"].removeprefix("file://"))

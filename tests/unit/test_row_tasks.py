@@ -11,6 +11,7 @@ import pyarrow
 import pytest
 from pyarrow import feather, parquet
 
+from posttrain.core.config.base import Component
 from posttrain.core.contracts import PromptGroup, Task
 from posttrain.core.data.cursor import row_digest
 from posttrain.core.data.overview import taken_for
@@ -253,6 +254,21 @@ def test_one_conversation_with_two_answers_is_refused_and_a_repeated_one_counts_
     path.write_text(json.dumps([{"prompt": p, "answer": i} for i, p in enumerate((chat, parts))]))
     with pytest.raises(DataError, match=r"a.json:1 and .*a.json:2 give one prompt the answers"):
         build(path)
+
+
+def test_rows_that_are_left_out_are_counted_with_an_example(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{i % 3}?", "answer": i % 3, "how": f"way {i // 6}"} for i in range(12)]
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(rows))
+    part = {"name": "rows", "path": str(path), "worked_field": "how", "label": "mine"}
+    same, other = MANAGER.task(
+        Component.model_validate({"name": "mixture", "tasks": [part]})
+    ).notes()
+    assert same.startswith("mine: rows that repeat another one and count once: 3 (")
+    assert same.endswith(f"{path}:4 repeats {path}:1)")
+    assert f"has a worked answer already: 6 ({path}:7 repeats {path}:1)" in other
+    path.write_text(json.dumps(rows[:3]))
+    assert build(path, worked_field="how").notes() == []
 
 
 def test_a_message_alone_is_the_problem_that_its_text_is(tmp_path: Path) -> None:
