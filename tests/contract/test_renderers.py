@@ -193,7 +193,7 @@ def test_arguments_keep_their_types_by_the_template_too(family: str) -> None:
         tokenizer.chat_template = QWEN_CODER
     renderer = TemplateRenderer(TemplateConfig())
     renderer.setup(tokenizer, ())
-    shown = [NOTE] if renderer.shows("tools") else []
+    shown = [NOTE] if renderer.facts.shows("tools") else []
     for text in LIKE_VALUES:
         call = replace(CALL, name="note", arguments={"text": text, **NOTED})
         chat = [Message("user", "Q"), Message("assistant", "", (call,))]

@@ -202,7 +202,7 @@ def test_no_span_of_any_family_holds_a_word_of_another_message(family: str) -> N
     chat = ChatTokenizer(tokenizer_of(family), None)
     assert isinstance(chat.renderer, TemplateRenderer)
     numbers, found, refused = random.Random(3), 0, 0
-    tools = list(TOOLS) if chat.renderer.shows("tools") else []
+    tools = list(TOOLS) if chat.renderer.facts.shows("tools") else []
     for turn in range(60):
         own = tools if turn % 2 else []
         drawn = random_conversation(numbers, turns=3, tools=bool(own), texts=ALL_TEXTS + ODD)
