@@ -21,7 +21,7 @@ from posttrain.core.kit.tiny import BARE_TEMPLATE, make_tiny_model, make_tiny_to
 from tests.helpers.learning import SEEDS, Learned, final, run, run_config
 
 every_seed = pytest.mark.parametrize("seed", SEEDS)
-SFT = {"batch_size": 32, "optimizer": {"learning_rate": 5.0e-3}}
+SFT: dict[str, Any] = {"batch_size": 32, "optimizer": {"learning_rate": 5.0e-3}}
 RL = {"prompts_per_step": 16, "num_generations": 8, "micro_batch_size": 128}
 
 
@@ -197,7 +197,7 @@ def asking(a: int, b: int) -> dict[str, str]:
 
 
 def grpo_config(folder: Path, seed: int) -> dict[str, Any]:
-    """GRPO on questions as messages. Its rate falls to 0, or the last steps undo exact copying."""
+    """GRPO on questions as messages. Rates fall to 0, or the last steps undo exact copying."""
     write_chats(folder)
     tokenizer = make_tiny_tokenizer("\n0123456789+[]calcutor", TEMPLATE)
     tokenizer.add_tokens([OPEN, CLOSE])
@@ -207,7 +207,11 @@ def grpo_config(folder: Path, seed: int) -> dict[str, Any]:
         tokenizer,
         environment={"name": "tool_calls", "tools": ["calculator"], "max_turns": 2},
         task={"name": "rows"},
-        sft={"data": str(folder / "chats.jsonl"), "steps": 1000},
+        sft={
+            "data": str(folder / "chats.jsonl"),
+            "steps": 1000,
+            "optimizer": SFT["optimizer"] | {"schedule": "linear"},
+        },
         rl={
             "algorithm": "grpo",
             "steps": GRPO_STEPS,
