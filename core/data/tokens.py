@@ -275,7 +275,7 @@ def response_batch(
     turns: Sequence[tuple[str, ...]] = (),
     elsewhere: Sequence[Sequence[bool]] = (),
 ) -> RolloutBatch:
-    """A batch of one row per response. Rows of one group share a prompt.
+    """A batch of one row per response. Rows of one group answer one problem.
 
     Log-probs that nobody gave are NaN, so that nothing can take them for real. `sampled` says of
     each token whether the policy sampled it (an empty row = all of them): the others, observations,
