@@ -78,7 +78,7 @@ class RolloutBatch:
     `response_mask` [B, T] marks tokens the policy sampled; `mask` [B, T] is `response_mask` less
     the rows that take no loss (unscored ones). Log-probs are float32 nats, everything is
     detached. `rewards` [B] is the weighted sum of `reward_components` [B, K] (NaN = not scored).
-    `acc` [B] is the verifier's verdict before any shaping.
+    `acc` [B] is the verifier's verdict before any shaping, NaN of an episode that failed.
 
     For estimators and losses that ask for them: `bootstrap_value` [B] is the critic's value after
     the last token; `baseline_reward` [B] the reward of the greedy answer (NaN = unscored);

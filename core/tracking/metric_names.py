@@ -196,6 +196,7 @@ METRICS: dict[str, Metric] = {
     "sampling/dropped_all_right": Metric("groups", "dropped, every response right"),
     "sampling/dropped_all_wrong": Metric("groups", "dropped, no response right"),
     "sampling/dropped_equal": Metric("groups", "dropped, all with the same part marks"),
+    "sampling/dropped_failed": Metric("groups", "dropped, every episode failed"),
     "sampling/dropped_stale": Metric("groups", "carried over and too old when needed"),
     "sampling/dropped_surplus": Metric("groups", "kept, and neither needed nor carried"),
     "sampling/carried_in": Metric("groups", "kept by an earlier step and used in this one"),

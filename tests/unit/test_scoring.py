@@ -10,7 +10,14 @@ import pytest
 import torch
 
 from posttrain.core.config.rl_stage import RewardComponent
-from posttrain.core.contracts import KlEstimator, NoConfig, Reward, Task
+from posttrain.core.contracts import (
+    KlEstimator,
+    NoConfig,
+    PromptGroup,
+    Reward,
+    SampledGroup,
+    Task,
+)
 from posttrain.core.data.tokens import ChatTokenizer, response_batch
 from posttrain.core.errors import RunError
 from posttrain.core.kit.tiny import make_tiny_tokenizer
@@ -27,7 +34,7 @@ from posttrain.core.rewards.scoring import (
 from posttrain.core.rewards.shaping import place_on_last_token, subtract_kl
 from posttrain.core.rewards.weighted import WeightedReward, weighted_rewards
 from posttrain.core.tracking.tables import sample_rows
-from posttrain.core.types import TASK, RewardSample, Score
+from posttrain.core.types import TASK, Completion, RewardSample, Score
 
 
 class Given(Reward[NoConfig]):
@@ -114,6 +121,50 @@ def test_what_nobody_could_score_is_unscored_and_takes_no_loss(task: Task[NoConf
     assert metrics["reward/unscored_frac"] == 0.5
     assert metrics["reward/mean"] == pytest.approx(0.625)  # over the scored rows alone
     assert metrics["reward/component/second"] == pytest.approx(0.625)
+
+
+def test_an_episode_that_failed_has_no_verdict(task: Task[NoConfig]) -> None:
+    batch = batch_of(task, ["right", "right", "", ""])
+    lost = replace(batch, failures=("", "", "a crash", "a crash"))
+    lost = lost.with_columns(response_mask=lost.response_mask * torch.tensor([[1], [1], [0], [0]]))
+    scored = score_batch(lost, task, [WeightedReward(Given([1.0, 1.0, 0.0, 0.0]), 1.0)])
+    assert scored.column("acc")[:2].tolist() == [1.0, 1.0]
+    assert scored.column("acc")[2:].isnan().all()
+    metrics = rollout_metrics(scored, ["given"])
+    assert metrics["acc/mean"] == metrics["group/all_correct_frac"] == 1.0
+    assert metrics["reward/component/given"] == 1.0
+    assert metrics["reward/unscored_frac"] == 0.5
+    assert metrics["sampling/duplicate_frac"] == 0.0
+    none = score_batch(replace(lost, failures=("a crash",) * 4), task, [])
+    assert "acc/mean" not in rollout_metrics(none, [])
+
+
+def test_an_episode_with_several_branches_counts_once(task: Task[NoConfig]) -> None:
+    batch = batch_of(task, ["right", "", "", "wrong"])
+    batch = batch.with_columns(episode_id=torch.tensor([0, 0, 0, 1]))
+    scored = score_batch(batch, task, [WeightedReward(Given([1.0, 5.0, 5.0, 0.0]), 1.0)])
+    metrics = rollout_metrics(scored, ["given"])
+    assert metrics["reward/mean"] == metrics["acc/mean"] == metrics["reward/component/given"] == 0.5
+    assert metrics["reward/max"] == 1.0
+
+
+def test_the_greedy_answer_of_an_episode_with_branches_is_its_first(task: Task[NoConfig]) -> None:
+    class Played:
+        def generate(
+            self, engine: object, prompts: Sequence[PromptGroup], *_: object
+        ) -> list[SampledGroup]:
+            one = Completion((8,), (-1.0,), "stop", 0, 0, "", "", episode=0)
+            other = replace(one, token_ids=(9,))
+            return [SampledGroup(prompt, (one, other)) for prompt in prompts]
+
+    batch = batch_of(task, ["a", "b"]).with_columns(group_id=torch.tensor([0, 1]))
+    scorer = Scorer(
+        task,
+        [WeightedReward(Given([0.25, 9.0, 0.75, 9.0]), 1.0)],
+        ChatTokenizer(make_tiny_tokenizer(), None),
+    )
+    found = scorer.greedy(None, batch, 4, Played())  # type: ignore[arg-type]
+    assert found.tolist() == [0.25, 0.75]
 
 
 @pytest.mark.parametrize("on_missing", ["zero", "unscored"])
