@@ -181,7 +181,7 @@ class Completion:
 
     Responses of one `episode` (a number within the group; -1 = this response alone) are branches
     of it, the one with its last turn first. `prompt_ids` are the response's own where they are not
-    the group's. `elsewhere` marks tokens that an earlier branch learns from (empty = none).
+    the group's. `elsewhere` marks tokens that an earlier branch has, sampled or not (empty = none).
     `versions` are the policy's at each token, where weights changed on the way (empty = they did
     not).
     """

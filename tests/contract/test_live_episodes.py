@@ -116,6 +116,17 @@ def test_an_episode_is_what_was_sampled_and_what_the_game_showed(
     assert (game.seen.started, game.seen.stopped) == (1, 1)
 
 
+def test_a_problem_that_comes_again_has_other_episodes(engine: TransformersEngine) -> None:
+    """Equal seeds are equal games, and equal draws unless the engine happens to see both at once:
+    the second group would say what the first one says."""
+    often, once = Player(engine), Player(engine)
+    often.play(["a", "a", "b", "a"])
+    once.play(["a", "b"])
+    seeds, usual = often.game.seen.seeds, once.game.seen.seeds
+    assert len(seeds["a"]) == 3 * PARAMS.num_generations
+    assert seeds["b"] == usual["b"] and usual["a"] < seeds["a"]
+
+
 class Judged(DigitGame):
     """A game that scores whole episodes: the turns that were played, or a fault."""
 
