@@ -283,6 +283,8 @@ METRICS: dict[str, Metric] = {
     "eval/sampled_low": Metric("fraction", "lower 95 % bound of the sampled accuracy"),
     "eval/sampled_high": Metric("fraction", "upper 95 % bound of the sampled accuracy"),
     "eval/sampled_problems": Metric("count", "held-out problems with sampled answers, in training"),
+    "eval/failed_frac": Metric("fraction", "greedy episodes that failed, counted as wrong"),
+    "eval/sampled_failed_frac": Metric("fraction", "sampled episodes that failed, likewise"),
     "eval/num_problems": Metric("count", "held-out problems evaluated"),
     "eval/gain": Metric("fraction", "greedy accuracy minus the baseline's"),
     "eval/gain_low": Metric("fraction", "lower 95 % bound of the gain"),
