@@ -221,7 +221,9 @@ class RewardSample:
     the last one, what the policy said after the last observation (empty when an observation is the
     end), so that no verifier takes a tool's output for an answer; `turns` is what the policy said
     in each turn, and `transcript` is everything, observations included. In a single turn all three
-    are the response. `outcome` is the environment's own score of the episode, None without one.
+    are the response. `token_ids` are all tokens up to the last sampled one, where others wrote some
+    of them (empty = `response_ids`). `outcome` is the environment's own score of the episode, None
+    without one.
     """
 
     problem: Problem
@@ -234,6 +236,7 @@ class RewardSample:
     transcript: str = ""
     turns: tuple[str, ...] = ()
     outcome: float | None = None
+    token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -351,6 +351,7 @@ def reward_sample(
     """What rewards see of one response whose `verdict` is known; it has no steps."""
     texts, ids = response_texts(completion, tokenizer), completion.token_ids
     sampled = completion.sampled or (True,) * len(ids)
+    last = max((place for place, own in enumerate(sampled) if own), default=-1)
     return RewardSample(
         problem=prompt.problem,
         prompt_ids=completion.prompt_ids or prompt.prompt_ids,
@@ -361,6 +362,7 @@ def reward_sample(
         transcript=texts.transcript,
         turns=texts.turns,
         outcome=completion.reward,
+        token_ids=() if all(sampled[: last + 1]) else ids[: last + 1],
     )
 
 

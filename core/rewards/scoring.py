@@ -136,7 +136,9 @@ def reward_samples(
     samples = []
     for row, (problem, text) in enumerate(zip(batch.problems, batch.texts, strict=True)):
         prompt = batch.prompt_ids[row][batch.prompt_mask[row].bool()]
-        response = batch.response_ids[row][batch.response_mask[row].bool()]
+        sampled = batch.response_mask[row].nonzero().squeeze(1)
+        response = batch.response_ids[row][sampled]
+        whole = batch.response_ids[row][: int(sampled[-1]) + 1] if len(sampled) else sampled
         outcome = batch.outcomes[row] if batch.outcomes else None
         samples.append(
             RewardSample(
@@ -150,6 +152,7 @@ def reward_samples(
                 turns=batch.turns[row] if batch.turns else (text,),
                 steps=task.verify_steps(problem, text) if with_steps else (),
                 outcome=outcome,
+                token_ids=tuple(whole.tolist()) if len(whole) > len(response) else (),
             )
         )
     return tuple(samples)
