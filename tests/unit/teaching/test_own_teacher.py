@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
+from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.config.sections import OptimizerSection
 from posttrain.core.contracts import Aggregator, DistillationLoss, TeacherRows
 from posttrain.core.data.tokens import ChatTokenizer
@@ -26,6 +27,7 @@ from posttrain.core.training.teacher_contexts import TeacherContext, with_contex
 from posttrain.core.training.teachers import LocalTeacher, Teachers
 from posttrain.core.training.updates import UpdateSettings
 from posttrain.core.types import Message, Problem
+from posttrain.pipelines.ranks.rl import RankedLearner
 from tests.helpers.plugins import MANAGER
 from tests.helpers.rollouts import assert_same_gradient, load_tiny, ragged_batch, sequence
 from tests.helpers.updates import gradient
@@ -239,3 +241,18 @@ def test_a_teacher_that_follows_moves_after_each_step(folder: Path) -> None:
     for old, new, followed in moved:
         torch.testing.assert_close(followed, 0.75 * old + 0.25 * new.detach())
     assert not torch.equal(before[0], next(learner.model.parameters()))
+
+
+@pytest.mark.parametrize(("weights", "kept"), [("ema", True), ("base", False), ("live", False)])
+def test_checkpoints_of_ranks_keep_a_teacher_that_follows(weights: str, kept: bool) -> None:
+    """A run that goes on would have the input model for its teacher again."""
+    stage = RlStage.model_validate(
+        {
+            "kind": "rl",
+            "inputs": {"model": "base"},
+            "teachers": {"self": {"policy": {"weights": weights}}},
+        }
+    )
+    learner = RankedLearner.__new__(RankedLearner)  # its processes are not needed
+    learner._section, learner._has_reference, learner._trainer = stage, False, None  # type: ignore[assignment]
+    assert (learner.stored_reference is not None) is kept
