@@ -230,11 +230,13 @@ class ChatTokenizer:
         return str(self.tokenizer.decode(own, skip_special_tokens=True))
 
     def is_truncated(self, completion: Completion) -> bool:
-        """Whether the length limit cut the response. One that ends with an end token is whole."""
+        """Whether a limit cut the response: of tokens, or of an episode's turns.
+
+        A single turn that ends with an end token is whole. An episode may have been cut after one.
+        """
         if completion.finish_reason != "length" or not completion.token_ids:
             return completion.finish_reason == "length"
-        own = not completion.sampled or completion.sampled[-1]
-        return not (own and completion.token_ids[-1] in self.end_token_ids)
+        return bool(completion.turn_ends) or completion.token_ids[-1] not in self.end_token_ids
 
 
 def pad_left(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
