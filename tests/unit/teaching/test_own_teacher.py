@@ -63,7 +63,9 @@ def sampled(rewards: Sequence[float], group_size: int = 4) -> RolloutBatch:
     ]
     texts = tuple(f"answer {i}" for i in range(len(rewards)))
     values = torch.tensor(rewards, dtype=torch.float64)
-    return replace(batch.with_columns(rewards=values), problems=tuple(problems), texts=texts)
+    scored = values.isfinite()  # one that nobody could score has the reward 0
+    batch = batch.with_columns(rewards=torch.where(scored, values, 0.0), scored=scored)
+    return replace(batch, problems=tuple(problems), texts=texts)
 
 
 @pytest.mark.parametrize(
@@ -86,6 +88,16 @@ def test_the_first_other_success_of_a_group_is_shown(
             continue
         asked = Problem("", f"question 0\n\nanswer {demo}", "", "")
         assert found == context.tokenizer.encode_prompt(asked)
+
+
+def test_an_unscored_response_is_no_success_where_0_is_one(folder: Path) -> None:
+    batch = sampled([float("nan"), 0.0, -1.0, -1.0, 1, 1, 1, 1])
+    context = replace(context_of(folder), min_reward=0.0)
+    shown = [
+        context.tokenizer.encode_prompt(Problem("", f"question 0\n\nanswer {demo}", "", ""))
+        for demo in (1, 1, 1)
+    ]
+    assert context.prompts(batch, [0, 1, 2, 3]) == [shown[0], None, *shown[1:]]
 
 
 def test_the_last_question_takes_the_template_and_nothing_is_expanded_twice() -> None:
