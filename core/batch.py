@@ -1,6 +1,6 @@
 """`RolloutBatch`: the table that grows a column at each task of an RL step.
 
-Axes: B sequences (rows of one group are adjacent and share a prompt), T padded response width,
+Axes: B sequences (rows of one group are adjacent and answer one problem), T padded response width,
 L padded prompt width, P and U those of the teachers' prompts and responses, K reward components or
 candidates, S scored steps or turns. Prompts are padded on the left, responses on the right.
 """
@@ -78,7 +78,7 @@ class RolloutBatch:
     `response_mask` [B, T] marks tokens the policy sampled; `mask` [B, T] is `response_mask` less
     the rows that take no loss (unscored ones). Log-probs are float32 nats, everything is
     detached. `rewards` [B] is the weighted sum of `reward_components` [B, K] (NaN = not scored).
-    `acc` [B] is the verifier's verdict before any shaping.
+    `acc` [B] is the verifier's verdict before any shaping, NaN of an episode that failed.
 
     For estimators and losses that ask for them: `bootstrap_value` [B] is the critic's value after
     the last token; `baseline_reward` [B] the reward of the greedy answer (NaN = unscored);
@@ -228,18 +228,11 @@ class RolloutBatch:
         """What teachers read: the same responses, each after the prompt that its teacher is shown.
 
         Where teachers have tokens of their own, these; other columns [B, T] do not fit them.
-        Rows of one `group_id` have one prompt, as always; they need not be adjacent.
         """
         if self.teacher_prompt_ids is None:
             return self
         ids, mask = self.teacher_prompt_ids, self.column("teacher_prompt_mask")
-        groups: dict[tuple[int, ...], int] = {}
-        shown = [
-            groups.setdefault(tuple(row[own.bool()].tolist()), len(groups))
-            for row, own in zip(ids, mask, strict=True)
-        ]
-        group_id = torch.tensor(shown, dtype=self.group_id.dtype)
-        shown_to = replace(self, prompt_ids=ids, prompt_mask=mask, group_id=group_id)
+        shown_to = replace(self, prompt_ids=ids, prompt_mask=mask)
         if self.teacher_response_ids is None:
             return shown_to
         return replace(

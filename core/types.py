@@ -181,7 +181,7 @@ class Completion:
 
     Responses of one `episode` (a number within the group; -1 = this response alone) are branches
     of it, the one with its last turn first. `prompt_ids` are the response's own where they are not
-    the group's. `elsewhere` marks tokens that an earlier branch learns from (empty = none).
+    the group's. `elsewhere` marks tokens that an earlier branch has, sampled or not (empty = none).
     `versions` are the policy's at each token, where weights changed on the way (empty = they did
     not).
     """
@@ -221,7 +221,9 @@ class RewardSample:
     the last one, what the policy said after the last observation (empty when an observation is the
     end), so that no verifier takes a tool's output for an answer; `turns` is what the policy said
     in each turn, and `transcript` is everything, observations included. In a single turn all three
-    are the response. `outcome` is the environment's own score of the episode, None without one.
+    are the response. `token_ids` are all tokens up to the last sampled one, where others wrote some
+    of them (empty = `response_ids`). `outcome` is the environment's own score of the episode, None
+    without one.
     """
 
     problem: Problem
@@ -234,6 +236,7 @@ class RewardSample:
     transcript: str = ""
     turns: tuple[str, ...] = ()
     outcome: float | None = None
+    token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -227,6 +227,7 @@ def _sample(row: Mapping[str, Any]) -> RewardSample:
             "problem": problem_from_json(row["problem"]),
             "prompt_ids": tuple(row["prompt_ids"]),
             "response_ids": tuple(row["response_ids"]),
+            "token_ids": tuple(row.get("token_ids", ())),
             "verdict": Verdict(**row["verdict"]),
             "steps": tuple(StepVerdict(**step) for step in row["steps"]),
             "turns": tuple(row["turns"]),

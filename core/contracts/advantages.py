@@ -153,18 +153,36 @@ class RowAdvantage(TokenAdvantage[AdvantageConfigT]):
 
     @abstractmethod
     def row_advantages(self, batch: RolloutBatch) -> tuple[Tensor, dict[str, float]]:
-        """Advantages [B] in float64 (unscored rows may hold anything), and metrics."""
+        """Advantages [B] in float64 (unscored rows may hold anything), and metrics.
+
+        Of an episode the first row alone is `scored`, however many branches it has.
+        """
+
+    def episode_advantages(
+        self, batch: RolloutBatch, *, whitened: bool = False
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Advantages [B], those of its episode on each branch, and metrics.
+
+        `whitened` over scored rows, those without a token of loss included: they are in the groups
+        too.
+        """
+        firsts, scored = batch.first_branches(), batch.column("scored").bool()
+        if firsts is not None:
+            scored = scored & (firsts == torch.arange(len(batch)))
+            batch = batch.with_columns(scored=scored)
+        rows, metrics = self.row_advantages(batch)
+        if whitened:
+            config = self.config
+            eps = 1e-4 if config.whiten_eps is None else config.whiten_eps
+            rows = whiten_rows(rows, scored, ddof=config.whiten_ddof, eps=eps)
+        return (rows if firsts is None else masked(rows, scored)[firsts]), metrics
 
     def per_token(self, rows: Tensor, batch: RolloutBatch) -> Tensor:
         return rows[:, None].expand(batch.response_mask.shape)
 
     def token_advantages(self, batch: RolloutBatch) -> Advantages:
-        rows, metrics = self.row_advantages(batch)
-        config = self.config
-        if config.whiten == "sequences":
-            # Over scored rows, those without a token of loss included: they are in the groups too.
-            eps = 1e-4 if config.whiten_eps is None else config.whiten_eps
-            rows = whiten_rows(rows, batch.column("scored"), ddof=config.whiten_ddof, eps=eps)
+        by_rows = self.config.whiten == "sequences"
+        rows, metrics = self.episode_advantages(batch, whitened=by_rows)
         return Advantages(self.per_token(rows, batch), metrics=metrics)
 
     def whitened(self, tokens: Tensor, taken: Tensor) -> Tensor:
@@ -251,12 +269,8 @@ class GroupAdvantage(RowAdvantage[GroupConfigT]):
 
     def row_advantages(self, batch: RolloutBatch) -> tuple[Tensor, dict[str, float]]:
         """Advantages [B], and how many groups had no signal or too few rows."""
-        compared, firsts = self.compared(batch), batch.first_branches()
-        if firsts is not None:  # an episode enters its group once, however many branches it has
-            compared = compared & (firsts == torch.arange(len(batch)))
+        compared = self.compared(batch)
         result = self.compare(self.row_rewards(batch), compared, batch)
-        if firsts is not None:
-            result = result[firsts]
         return result, self.group_metrics(result, compared, batch)
 
     def group_metrics(
@@ -322,7 +336,7 @@ class TurnAdvantage(GroupAdvantage[TurnConfigT]):
 
     def token_advantages(self, batch: RolloutBatch) -> Advantages:
         """The episode's advantage and the turn's, each with its weight."""
-        episodes, metrics = self.row_advantages(batch)
+        episodes, metrics = self.episode_advantages(batch)
         ends, mask = batch.column("turn_end"), batch.response_mask
         valid = sampled_turns(ends, mask) & self.compared(batch)[:, None]
         turns, sizes = self.turn_scores(batch, valid)

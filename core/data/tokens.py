@@ -230,11 +230,13 @@ class ChatTokenizer:
         return str(self.tokenizer.decode(own, skip_special_tokens=True))
 
     def is_truncated(self, completion: Completion) -> bool:
-        """Whether the length limit cut the response. One that ends with an end token is whole."""
+        """Whether a limit cut the response: of tokens, or of an episode's turns.
+
+        A single turn that ends with an end token is whole. An episode may have been cut after one.
+        """
         if completion.finish_reason != "length" or not completion.token_ids:
             return completion.finish_reason == "length"
-        own = not completion.sampled or completion.sampled[-1]
-        return not (own and completion.token_ids[-1] in self.end_token_ids)
+        return bool(completion.turn_ends) or completion.token_ids[-1] not in self.end_token_ids
 
 
 def pad_left(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
@@ -275,7 +277,7 @@ def response_batch(
     turns: Sequence[tuple[str, ...]] = (),
     elsewhere: Sequence[Sequence[bool]] = (),
 ) -> RolloutBatch:
-    """A batch of one row per response. Rows of one group share a prompt.
+    """A batch of one row per response. Rows of one group answer one problem.
 
     Log-probs that nobody gave are NaN, so that nothing can take them for real. `sampled` says of
     each token whether the policy sampled it (an empty row = all of them): the others, observations,
@@ -351,6 +353,7 @@ def reward_sample(
     """What rewards see of one response whose `verdict` is known; it has no steps."""
     texts, ids = response_texts(completion, tokenizer), completion.token_ids
     sampled = completion.sampled or (True,) * len(ids)
+    last = max((place for place, own in enumerate(sampled) if own), default=-1)
     return RewardSample(
         problem=prompt.problem,
         prompt_ids=completion.prompt_ids or prompt.prompt_ids,
@@ -361,6 +364,7 @@ def reward_sample(
         transcript=texts.transcript,
         turns=texts.turns,
         outcome=completion.reward,
+        token_ids=() if all(sampled[: last + 1]) else ids[: last + 1],
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any
 from posttrain.core.config.sections import EvaluationSection
 from posttrain.core.contracts import PromptGroup, Reward, RolloutEngine, SampledGroup, Task
 from posttrain.core.data.tokens import ChatTokenizer, reward_sample
-from posttrain.core.evaluation.sampled import judged
+from posttrain.core.evaluation.sampled import SampledAnswer, failed_share, judged
 from posttrain.core.math.groups import pass_at_k
 from posttrain.core.math.intervals import mean_interval, share_interval, standard_error, wilson
 from posttrain.core.rewards.scoring import model_scores
@@ -32,8 +33,9 @@ class EvaluatedProblem:
     truncated: bool
     response_tokens: int
     sampled: tuple[Verdict, ...] = ()
-    scores: tuple[float, ...] = ()
-    """The reward model's score of each sampled answer; empty without one."""
+    scores: tuple[float | None, ...] = ()
+    """The reward model's score of each sampled answer, None of an episode that failed; empty
+    without a reward model."""
 
     @property
     def sampled_accuracy(self) -> float | None:
@@ -67,7 +69,8 @@ class EvaluatedProblem:
 
     def rm_at(self, k: int) -> float:
         """Whether the one of the first k that scores highest is right; the earlier wins a tie."""
-        best = max(range(k), key=lambda place: self.scores[place])
+        known = [-math.inf if score is None else score for score in self.scores[:k]]
+        best = known.index(max(known))
         return float(self.sampled[best].correct >= 1)
 
 
@@ -99,19 +102,23 @@ def evaluate_policy(
     `reward_model`, which scores every sampled answer, also rm@k (arXiv:2409.12122, section 4).
     """
     rows: list[EvaluatedProblem] = []
+    firsts: list[SampledAnswer] = []
+    drawn: list[SampledAnswer] = []
     draw = partial(episodes.generate if episodes else generate_groups, engine)
     greedily = SamplingParams(max_tokens=section.max_response_length, temperature=0.0)
     for start in range(0, len(prompts), section.batch_size):
         part = prompts[start : start + section.batch_size]
         greedy = draw(part, greedily)
         sampled = draw(part, _sampling(section, seed)) if section.num_samples else []
-        verdicts = [tuple(a.verdict for a in judged(g, task, tokenizer)) for g in sampled]
-        scores: list[tuple[float, ...]] = []
+        answers = [judged(group, task, tokenizer) for group in sampled]
+        verdicts = [tuple(answer.verdict for answer in said) for said in answers]
+        scores: list[tuple[float | None, ...]] = []
         if reward_model is not None and sampled:
             scores = _scores(reward_model, sampled, verdicts, tokenizer)
         nothing: list[tuple[Any, ...]] = [()] * len(part)  # Any: verdicts or scores
         for group, said, ranked in zip(greedy, verdicts or nothing, scores or nothing, strict=True):
             answer, completion = judged(group, task, tokenizer)[0], group.completions[0]
+            firsts.append(answer)
             rows.append(
                 EvaluatedProblem(
                     group.prompt.problem,
@@ -124,8 +131,13 @@ def evaluate_policy(
                     ranked,
                 )
             )
+        drawn += [answer for said in answers for answer in said]
         progress(len(rows))
-    return Evaluation(tuple(rows), _summary(rows, section))
+    metrics = _summary(rows, section)
+    for name, found in (("eval/failed_frac", firsts), ("eval/sampled_failed_frac", drawn)):
+        if found and (lost := failed_share(found)):
+            metrics[name] = lost
+    return Evaluation(tuple(rows), metrics)
 
 
 def _sampling(section: EvaluationSection, seed: int) -> SamplingParams:
@@ -144,15 +156,17 @@ def _scores(
     groups: Sequence[SampledGroup],
     verdicts: Sequence[tuple[Verdict, ...]],
     tokenizer: ChatTokenizer,
-) -> list[tuple[float, ...]]:
-    """The model's score of each answer, in the order of `verdicts`."""
+) -> list[tuple[float | None, ...]]:
+    """The model's score of each answer that has not failed, in the order of `verdicts`."""
+    episodes = [first_branches(group.completions) for group in groups]
     samples = [
         reward_sample(group.prompt, completion, tokenizer, verdict)
-        for group, said in zip(groups, verdicts, strict=True)
-        for completion, verdict in zip(first_branches(group.completions), said, strict=True)
+        for group, own, said in zip(groups, episodes, verdicts, strict=True)
+        for completion, verdict in zip(own, said, strict=True)
+        if not completion.failed
     ]
     values = iter(model_scores(reward_model, samples))
-    return [tuple(next(values) for _ in said) for said in verdicts]
+    return [tuple(None if c.failed else next(values) for c in own) for own in episodes]
 
 
 def _summary(rows: Sequence[EvaluatedProblem], section: EvaluationSection) -> dict[str, float]:

@@ -19,11 +19,13 @@ from posttrain.core.types import Problem, SamplingParams, Verdict
 
 @dataclass(frozen=True, slots=True)
 class SampledAnswer:
-    """One sampled answer: its text, the verdict, and whether the length limit cut it."""
+    """One sampled answer: its text, the verdict, whether the length limit cut it, and whether its
+    episode failed, which counts as wrong."""
 
     text: str
     verdict: Verdict
     truncated: bool
+    failed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +121,17 @@ def judged(
     answers = []
     for completion in first_branches(group.completions):
         said = response_texts(completion, tokenizer)
-        verdict = task.verdict(group.prompt.problem, said.last, completion.reward)
+        failed, verdict = bool(completion.failed), Verdict(0.0, None)
+        if not failed:
+            verdict = task.verdict(group.prompt.problem, said.last, completion.reward)
         cut = tokenizer.is_truncated(completion)
-        answers.append(SampledAnswer(said.transcript, verdict, cut))
+        answers.append(SampledAnswer(said.transcript, verdict, cut, failed))
     return tuple(answers)
+
+
+def failed_share(answers: Sequence[SampledAnswer]) -> float:
+    """The share of answers whose episodes failed."""
+    return sum(answer.failed for answer in answers) / len(answers)
 
 
 def sampled_metrics(
@@ -139,6 +148,8 @@ def sampled_metrics(
         f"pass_at{{}}/{k}": [row.pass_at(k) for row in rows] for k in section.sizes if k <= least
     }
     metrics = {"eval/sampled_problems": float(len(rows))}
+    if lost := failed_share([answer for row in rows for answer in row.answers]):
+        metrics["eval/sampled_failed_frac"] = lost
     for name, shares in values.items():
         mean, low, high = share_interval(shares)
         metrics |= {

@@ -33,15 +33,17 @@ class Ending:
 def responses_of(
     tree: TokenTree, calls: Sequence[SampledCall], ending: Ending, *, with_discarded: bool
 ) -> list[Completion]:
-    """The branches, the one with the last call first; each sampled token is in one of them.
+    """The branches, the one with the last call first; each token is learned from in one of them.
 
     A response begins with the first token that was sampled on its way; what is before is its
     prompt. Without `with_discarded`, a call is left out that led nowhere while another one with the
     same prompt went on.
     """
     leaves: dict[int, int] = {}  # node -> its last call
+    shown = {node for call in calls for node in tree.path(call.start)}
+    went_on = {call.start for call in calls if call.end in shown}
     for call in calls:
-        if tree.is_leaf(call.end) and (with_discarded or not _is_discarded(tree, call, calls)):
+        if tree.is_leaf(call.end) and (with_discarded or call.start not in went_on):
             leaves[call.end] = call.number
     taken: set[int] = set()
     rows = []
@@ -50,14 +52,6 @@ def responses_of(
         if row is not None:
             rows.append(row)
     return rows
-
-
-def _is_discarded(tree: TokenTree, call: SampledCall, calls: Sequence[SampledCall]) -> bool:
-    """Whether another answer to the same prompt was gone on with, and this one was not."""
-    return any(
-        other.start == call.start and other.end != call.end and not tree.is_leaf(other.end)
-        for other in calls
-    )
 
 
 def _response(
@@ -74,7 +68,7 @@ def _response(
     new = [node for node in own if tree.by[node] != NOBODY and node not in taken]
     if not new:
         return None  # others have all of it
-    taken.update(new)
+    taken.update(own)
     place = {node: index for index, node in enumerate(path)}
     turns = sorted(
         {place[call.end]: call for call in calls if call.end in place}.items(), key=lambda t: t[0]

@@ -8,8 +8,9 @@ the reward come later. Axes: B rows, T response tokens, K reward components.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import Any, Literal, Protocol, Self
 
 import torch
@@ -122,8 +123,9 @@ class Scorer:
         nan = torch.full((), torch.nan)
         values = torch.where(scored.column("scored").bool(), scored.column("rewards"), nan)
         result = torch.zeros(len(batch))
-        for rows, value in zip(members, values, strict=True):
-            result[rows] = value
+        firsts = [int(rows[0]) for rows in answered.groups()]  # the others are branches of it
+        for rows, first in zip(members, firsts, strict=True):
+            result[rows] = values[first]
         return self.shaping.rescaled(result)
 
 
@@ -134,7 +136,9 @@ def reward_samples(
     samples = []
     for row, (problem, text) in enumerate(zip(batch.problems, batch.texts, strict=True)):
         prompt = batch.prompt_ids[row][batch.prompt_mask[row].bool()]
-        response = batch.response_ids[row][batch.response_mask[row].bool()]
+        sampled = batch.response_mask[row].nonzero().squeeze(1)
+        response = batch.response_ids[row][sampled]
+        whole = batch.response_ids[row][: int(sampled[-1]) + 1] if len(sampled) else sampled
         outcome = batch.outcomes[row] if batch.outcomes else None
         samples.append(
             RewardSample(
@@ -148,6 +152,7 @@ def reward_samples(
                 turns=batch.turns[row] if batch.turns else (text,),
                 steps=task.verify_steps(problem, text) if with_steps else (),
                 outcome=outcome,
+                token_ids=tuple(whole.tolist()) if len(whole) > len(response) else (),
             )
         )
     return tuple(samples)
@@ -176,9 +181,10 @@ def score_batch(
     The reward is the weighted sum of the components that could be scored, kept within `clip`, plus
     the weighted terms that shape length or form. A row that no component could score, one of whose
     components failed, or whose sum is not finite, is unscored: its reward is 0, its mask empty, and
-    it takes no part in group statistics; so is a row of an episode that failed. Branches of an
-    episode have the reward of the first. The sum sits on the last sampled token. With a
-    `tokenizer`, the steps of the first reward that scores steps fill `step_end` and `step_score`.
+    it takes no part in group statistics; so is a row of an episode that failed, whose `acc` is NaN.
+    Branches of an episode have the reward of the first. The sum sits on the last sampled token.
+    With a `tokenizer`, the steps of the first reward that scores steps fill `step_end` and
+    `step_score`.
     Rewards of the `pool` are scored there, the others here. Gates (`only_if`) act on the
     components; `scores` and the steps are as the rewards gave them.
     """
@@ -199,6 +205,8 @@ def score_batch(
         components, rewards, clip, on_missing=on_missing, failed=failed, asked=asked
     )
     acc = torch.tensor([s.verdict.correct for s in samples])
+    if batch.failures:  # nobody has judged these
+        acc[torch.tensor([bool(reason) for reason in batch.failures])] = torch.nan
     if (firsts := batch.first_branches()) is not None:
         total, scored, acc = total[firsts], scored[firsts], acc[firsts]
     filled = with_rewards(batch, total, scored).with_columns(reward_components=components, acc=acc)
@@ -374,14 +382,15 @@ def clip_rewards(rewards: Tensor, low: float | None, high: float | None) -> Tens
 def rollout_metrics(batch: RolloutBatch, names: Sequence[str]) -> dict[str, float]:
     """Rewards, accuracy, groups and lengths of a scored batch; unscored rows are counted apart.
 
-    Without rewards, whose `names` are none, nothing is said of them.
+    Of rewards and verdicts an episode counts once, whatever its branches, and one that failed has
+    none. Without rewards, whose `names` are none, nothing is said of them.
     """
-    scored = batch.column("scored").bool()
-    acc = batch.column("acc")
+    firsts = batch.first_branches()
+    own = batch if firsts is None else batch.select(torch.unique(firsts))
+    scored, acc = own.column("scored").bool(), own.column("acc")
     lengths = batch.response_mask.sum(dim=1).double()
     metrics = {
         "reward/unscored_frac": 1.0 - float(scored.double().mean()),
-        "acc/mean": float(acc.double().mean()),
         "resp_len/mean": float(lengths.mean()),
         "resp_len/min": float(lengths.min()),
         "resp_len/max": float(lengths.max()),
@@ -390,25 +399,29 @@ def rollout_metrics(batch: RolloutBatch, names: Sequence[str]) -> dict[str, floa
     }
     metrics["sampling/duplicate_frac"] = duplicate_frac(batch)
     if names:
-        metrics |= reward_metrics(batch.column("rewards"), scored)
-    metrics |= component_metrics(batch.column("reward_components"), names)
+        metrics |= reward_metrics(own.column("rewards"), scored)
+    metrics |= component_metrics(own.column("reward_components")[~acc.isnan()], names)
     metrics |= failure_metrics(batch.scores, names)
-    for label, rows in of_tasks(batch.problems).items():
-        metrics[f"acc/task/{label}"] = float(acc[rows].double().mean())
-    metrics |= _group_metrics(batch, acc)
+    tasks = {f"acc/task/{label}": acc[rows] for label, rows in of_tasks(own.problems).items()}
+    for name, verdicts in {"acc/mean": acc, **tasks}.items():
+        if (judged := verdicts[~verdicts.isnan()]).numel():
+            metrics[name] = float(judged.double().mean())
+    metrics |= _group_metrics(own)
     if not names:  # without rewards all groups are equal, which says nothing
         del metrics["group/zero_adv_frac"]
     return metrics
 
 
 def duplicate_frac(batch: RolloutBatch) -> float:
-    """Share of responses whose tokens are those of an earlier response of their group."""
+    """Share of responses whose tokens are those of an earlier response of their group; one without
+    a token, of an episode that failed, repeats none."""
     repeats = 0
     for rows in batch.groups():
         own = [
             tuple(batch.response_ids[row][batch.response_mask[row].bool()].tolist())
             for row in rows.tolist()
         ]
+        own = [tokens for tokens in own if tokens]
         repeats += len(own) - len(set(own))
     return repeats / len(batch)
 
@@ -440,14 +453,19 @@ def component_metrics(components: Tensor, names: Sequence[str], ddof: int = 0) -
     return metrics
 
 
-def _group_metrics(batch: RolloutBatch, acc: Tensor) -> dict[str, float]:
-    members = list(batch.groups())
+def _group_metrics(batch: RolloutBatch) -> dict[str, float]:
+    acc = batch.column("acc")
+    verdicts = [acc[rows][~acc[rows].isnan()] for rows in batch.groups()]
     equal = groups.equal_share(batch.column("rewards"), batch.group_id, batch.column("scored"))
     return {
         "group/zero_adv_frac": equal,
-        "group/all_correct_frac": sum(bool((acc[g] >= 1).all()) for g in members) / len(members),
-        "group/all_wrong_frac": sum(bool((acc[g] < 1).all()) for g in members) / len(members),
+        "group/all_correct_frac": _share(bool(v.numel() and (v >= 1).all()) for v in verdicts),
+        "group/all_wrong_frac": _share(bool(v.numel() and (v < 1).all()) for v in verdicts),
     }
+
+
+def _share(found: Iterable[bool]) -> float:
+    return fmean(map(float, found))
 
 
 def advantage_metrics(batch: RolloutBatch) -> dict[str, float]:

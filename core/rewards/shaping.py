@@ -82,7 +82,9 @@ class RewardShaping:
         if self._whitening == "none":
             return batch, metrics
         rewards, scored = batch.column("rewards"), batch.column("scored").bool()
-        self._measure(rewards[scored].double())
+        firsts = batch.first_branches()  # an episode counts once, however many branches it has
+        once = scored if firsts is None else scored & (firsts == torch.arange(len(batch)))
+        self._measure(rewards[once].double())
         white = masked(self.rescaled(rewards), scored).float()
         metrics["reward/whiten_std"] = 1.0 / self._scale
         return (

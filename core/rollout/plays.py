@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -104,9 +105,16 @@ class Plays(ABC):
     async def _all(
         self, submitting: Submitting, prompts: Sequence[PromptGroup], params: SamplingParams
     ) -> list[SampledGroup]:
-        room = asyncio.Semaphore(self.limits.at_once)
+        room, seen = asyncio.Semaphore(self.limits.at_once), Counter[str]()
         async with asyncio.TaskGroup() as tasks:
-            work = [tasks.create_task(self.group(submitting, p, params, room)) for p in prompts]
+            work = []
+            for prompt in prompts:
+                key = prompt.problem.key
+                # A problem that comes again has other episodes; its first ones are as without it.
+                again = derive_seed(params.seed, "again", seen[key])
+                own = replace(params, seed=again) if seen[key] else params
+                seen[key] += 1
+                work.append(tasks.create_task(self.group(submitting, prompt, own, room)))
         groups = [task.result() for task in work]
         self.refuse_failures(groups)
         return groups

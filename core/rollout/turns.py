@@ -89,12 +89,10 @@ class Turns:
             rewards=(*episode.rewards, observation.reward),
             reward=episode.reward if observation.outcome is None else observation.outcome,
         )
-        if observation.truncated:
-            return replace(episode, finish_reason="length")
-        if observation.done:
+        if observation.done and not observation.truncated:
             return replace(episode, finish_reason=reason)
-        if counts["turns"] >= self.max_turns:
-            return replace(episode, finish_reason="stop" if reason == "stop" else "length")
+        if observation.truncated or counts["turns"] >= self.max_turns:
+            return replace(episode, finish_reason="length")
         answer = Segment(self._tokens(episode, observation)[: max(room, 0)])
         episode = replace(episode, segments=(*episode.segments, answer))
         cut = len(answer.token_ids) >= room

@@ -127,7 +127,7 @@ def response_pass(
     found: FoundOutputs | None = None
     reusing: AbstractContextManager[None] = nullcontext()
     if outputs is not None:
-        found = outputs.find(batch, distinct_prompts(batch.group_id)[0], last=last)
+        found = outputs.find(batch, distinct_prompts(batch)[0], last=last)
     if found is not None:
         kept = stream_of(batch, include_last=False).kept
         reusing = outputs_reused(model, found.layers, found.places[kept])
@@ -197,8 +197,8 @@ def response_states(model: PreTrainedModel, batch: RolloutBatch, *, include_last
     """Hidden states after the prompt and after each response token, with ids and mask [B, n].
 
     Column t of the states [B, n (+ 1 with `include_last`), H] is the state that predicts token t; n
-    is the longest response. The prompts of a group are computed once, and gradients flow into them
-    from all rows. A model that cannot take a stream computes responses padded, on copies of its
+    is the longest response. A prompt of a group is computed once, and gradients flow into it from
+    all of its rows. A model that cannot take a stream computes responses padded, on copies of its
     prompts' keys and values; one that knows earlier tokens by other means computes whole sequences.
     A loaded model has the short cuts checked before its first pass. Where only a model itself can
     make its logits, the states are these logits [B, n (+ 1), V].
@@ -260,7 +260,7 @@ def _stream_states(model: PreTrainedModel, stream: TokenStream) -> States:
 def _cached_states(model: PreTrainedModel, batch: RolloutBatch, *, include_last: bool) -> States:
     """`response_states` from the prompts' keys and values, expanded to the rows of each group."""
     device = model.device
-    first_rows, row_to_prompt = distinct_prompts(batch.group_id)
+    first_rows, row_to_prompt = distinct_prompts(batch)
     prompt_ids = batch.prompt_ids[first_rows].to(device)
     prompt_mask = batch.prompt_mask[first_rows].to(device)
     width = int(prompt_mask.sum(dim=1).max())  # left padding common to all prompts is cut off

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.runtime.seeding import generator
+from posttrain.core.training.stream import distinct_prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,20 +108,20 @@ class _Unit:
 
 
 def _units(batch: RolloutBatch, size: int, max_tokens: int) -> list[_Unit]:
-    """The groups, in as many pieces as the limits ask for; each piece has its prompt once."""
-    prompts = batch.prompt_mask.sum(dim=1).tolist()
+    """The groups, in as many pieces as the limits ask for; each piece has a prompt once."""
+    prompts, which = batch.prompt_mask.sum(dim=1).tolist(), distinct_prompts(batch)[1].tolist()
     columns = torch.arange(1, batch.response_mask.shape[1] + 1)
     responses = (columns * batch.response_mask).amax(dim=1).tolist()
     units = []
     for group in batch.groups():
         unit = _Unit([], 0)
         for row in group.tolist():
-            one = _Unit([row], responses[row])
-            if unit.rows and not unit.takes(one, size, max_tokens):
+            alone = _Unit([row], prompts[row] + responses[row])
+            known = which[row] in {which[other] for other in unit.rows}
+            one = _Unit([row], responses[row]) if known else alone
+            if not unit.takes(one, size, max_tokens):
                 units.append(unit)
-                unit = _Unit([], 0)
-            if not unit.rows:
-                one.tokens += prompts[row]
+                unit, one = _Unit([], 0), alone
             unit = _Unit(unit.rows + one.rows, unit.tokens + one.tokens)
         units.append(unit)
     return units

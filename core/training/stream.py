@@ -1,7 +1,7 @@
 """A rollout batch as one stream of tokens: prompts, then responses, what begins alike once.
 
-Axes: B rows, T padded response width, n longest response, P groups' prompts, A tokens of these and
-of all responses, S distinct ones among them: tokens with the same history are one.
+Axes: B rows, T padded response width, n longest response, P prompts of groups, A tokens of these
+and of all responses, S distinct ones among them: tokens with the same history are one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class TokenStream:
 
 def stream_of(batch: RolloutBatch, *, include_last: bool) -> TokenStream:
     """The stream of `batch`, on the CPU; with `include_last` up to each response's last token."""
-    first_rows, row_to_prompt = distinct_prompts(batch.group_id)
+    first_rows, row_to_prompt = distinct_prompts(batch)
     prompt_mask = batch.prompt_mask[first_rows].bool()
     prompt_lengths = prompt_mask.sum(dim=1)
     mask = batch.response_mask.bool()
@@ -119,13 +119,18 @@ def _repeats(real: Tensor, places: Tensor) -> Repeats:
     return Repeats(tokens, real[these], which)
 
 
-def distinct_prompts(group_id: Tensor) -> tuple[Tensor, Tensor]:
-    """First row of each group [P], and for each row [B] the index of its group."""
-    order: dict[int, int] = {}
-    first, index = [], []
-    for row, group in enumerate(group_id.tolist()):
-        if group not in order:
-            order[group] = len(order)
+def distinct_prompts(batch: RolloutBatch) -> tuple[Tensor, Tensor]:
+    """First row of each prompt of a group [P], and for each row [B] the index of its prompt.
+
+    A group has one prompt, unless an environment or a program wrote what its episodes begin with.
+    """
+    prompts = torch.where(batch.prompt_mask.bool(), batch.prompt_ids, -1).numpy()
+    order: dict[tuple[int, bytes], int] = {}
+    first: list[int] = []
+    index = []
+    for row, (group, prompt) in enumerate(zip(batch.group_id.tolist(), prompts, strict=True)):
+        number = order.setdefault((group, prompt.tobytes()), len(order))
+        if number == len(first):
             first.append(row)
-        index.append(order[group])
+        index.append(number)
     return torch.tensor(first), torch.tensor(index)

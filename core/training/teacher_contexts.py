@@ -67,7 +67,8 @@ class TeacherContext:
 
     def _siblings(self, batch: RolloutBatch) -> list[str]:
         """The text of the first other row of each row's group that succeeded."""
-        succeeded = (batch.column("rewards") >= self.min_reward).tolist()  # NaN has not
+        above = batch.column("rewards") >= self.min_reward
+        succeeded = (above & batch.column("scored").bool()).tolist()  # unscored ones hold a 0
         found = [""] * len(batch)
         for members in batch.groups():
             good = [row for row in members.tolist() if succeeded[row]]

@@ -284,10 +284,12 @@ class _Rescored:
                 if then.value is not None and reward.only_if is None:
                     kept = float(batch.column("reward_components")[row, place])
                     self._compare(f"{name} in the batch", evidence.step, row, then.value, kept)
+        firsts, acc = batch.first_branches(), batch.column("acc")
         for row, sample in enumerate(batch.samples):
+            if acc[row].isnan() or (firsts is not None and firsts[row] != row):
+                continue  # an episode that failed has no verdict, a branch that of the first
             verdict = scorer.task.verdict(sample.problem, sample.text, sample.outcome)
-            then_acc = float(batch.column("acc")[row])
-            self._compare("verdict", evidence.step, row, then_acc, verdict.correct)
+            self._compare("verdict", evidence.step, row, float(acc[row]), verdict.correct)
         self._total(evidence)
 
     def _total(self, evidence: StepEvidence) -> None:

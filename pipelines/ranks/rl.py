@@ -54,9 +54,10 @@ class RankedLearner:
 
     @property
     def stored_reference(self) -> StoredOptimizer | None:
-        """As in `PolicyLearner`."""
+        """As in `PolicyLearner`: the reference, or a teacher that follows the policy."""
         section = self._section
         moves = section.kl.moves and self._has_reference
+        moves = moves or any(teacher.weights == "ema" for teacher in section.teachers.values())
         return RankedOptimizer(self._trainer, "reference", section.optimizer) if moves else None
 
     @property

@@ -74,9 +74,10 @@ class Rollout:
 
     def staleness(self) -> dict[str, float]:
         """Age, in updates, of the policies that sampled the tokens, when `step` begins."""
-        if self.batch is None:
+        sampled = None if self.batch is None else self.batch.response_mask.bool()
+        if self.batch is None or sampled is None or not sampled.any():
             return {}
-        lag = (self.step - 1) - self.batch.policy_version.double()
+        lag = (self.step - 1) - self.batch.policy_version[sampled].double()
         return {"staleness/mean": float(lag.mean()), "staleness/max": float(lag.max())}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
@@ -22,6 +23,9 @@ class OpoAdvantage(GroupAdvantage[GroupConfig]):
 
     def group_advantages(self, rewards: Tensor, rows: Tensor, batch: RolloutBatch) -> Tensor:
         """Deviations [G] from the mean weighted by length."""
-        lengths = batch.response_mask[rows].double().sum(dim=1)
+        lengths, firsts = batch.response_mask.double().sum(dim=1), batch.first_branches()
+        if firsts is not None:  # the tokens of all branches of an episode
+            lengths = torch.zeros_like(lengths).index_add(0, firsts, lengths)
+        lengths = lengths[rows]
         total = lengths.sum()
         return rewards - ((lengths * rewards).sum() / total if total > 0 else rewards.mean())

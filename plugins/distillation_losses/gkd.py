@@ -73,7 +73,11 @@ class GkdConfig(PluginConfig):
         default=False, description="a negative value, which raw may have, counts as 0 (verl)"
     )
     clamp: float | None = Field(
-        default=None, gt=0, le=1_000, description="most that a token's value counts; null = off"
+        default=None,
+        gt=0,
+        le=1_000,
+        description="most that a token's value counts, of `sampled` its factor sg(log p_S - "
+        "log p_T); null = off",
     )
     ratio_cap: float | None = Field(
         default=None,
@@ -95,6 +99,11 @@ class GkdConfig(PluginConfig):
             raise ValueError(
                 f"support: sampled is an estimate of reverse, not of {self.divergence}; set "
                 "divergence: reverse, or support: topk"
+            )
+        if self.support == "sampled" and self.floor_at_zero:
+            raise ValueError(
+                "with support: sampled a token's value is an estimate of both signs, and only "
+                "their mean is a divergence; remove floor_at_zero"
             )
         if self.rest == "sampled_tail" and self.divergence not in ("forward", "reverse"):
             raise ValueError(
@@ -178,16 +187,13 @@ class GkdLoss(DistillationLoss[GkdConfig]):
         elif config.support == "sampled":
             said = self._of_sampled(teacher, log_t)
             scored = said.isfinite()
-            loss = (own - torch.where(scored, said, 0.0)).detach() * own
+            value = self._bounded((own - torch.where(scored, said, 0.0)).detach())
+            loss = value * own
         else:
             loss, scored, metrics = self._of_candidates(log_s, log_t, own, teacher)
-        if config.floor_at_zero:
-            loss = loss.clamp(min=0)
-        if config.clamp is not None:
-            loss = loss.clamp(-config.clamp, config.clamp)
-        if config.scale_tau2:
-            loss = loss * config.temperature**2
-        metrics["distil/divergence"] = loss.detach()
+        if config.support != "sampled":
+            value = loss = self._bounded(loss)
+        metrics["distil/divergence"] = value.detach()
         if config.ratio_cap is not None:
             assert teacher.old_logprobs is not None
             loss = loss * bounded_exp(own.detach() - teacher.old_logprobs).clamp(
@@ -198,6 +204,15 @@ class GkdLoss(DistillationLoss[GkdConfig]):
     @property
     def _share(self) -> float:
         return self.config.weight if self.config.divergence == "jeffreys" else self.config.beta
+
+    def _bounded(self, value: Tensor) -> Tensor:
+        """Values [N] between the bounds of the config, and on its scale."""
+        config = self.config
+        if config.floor_at_zero:
+            value = value.clamp(min=0)
+        if config.clamp is not None:
+            value = value.clamp(-config.clamp, config.clamp)
+        return value * config.temperature**2 if config.scale_tau2 else value
 
     def _of_sampled(self, teacher: TeacherRows, log_t: Tensor | None) -> Tensor:
         """The teacher's log-prob [N] of the sampled tokens."""

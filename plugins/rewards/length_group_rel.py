@@ -23,9 +23,9 @@ class LengthGroupRelReward(Reward[LengthGroupRelConfig]):
     """R_i = -w * mean_g(correct) * T_i / max_g(T), g the responses to one prompt.
 
     Added to `accuracy` with weight 1 it is R_i - mean(R) w T_i / max T. `correct` is the task's
-    verdict, T_i counts tokens. A group that nobody solves pays nothing. The responses to one prompt
-    must be scored in one call, so this runs in the host process; prompts are distinguished by their
-    token ids, so a prompt drawn twice in one batch is one group here.
+    verdict, T_i counts tokens. A group that nobody solves pays nothing. The responses to a problem
+    must be scored in one call, so this runs in the host process; problems are distinguished by
+    their keys, so one drawn twice in a batch is one group here.
     Source: prime-rl, length penalty relative to the group.
     """
 
@@ -37,13 +37,13 @@ class LengthGroupRelReward(Reward[LengthGroupRelConfig]):
 
     def score(self, samples: Sequence[RewardSample]) -> list[Score]:
         """One score per sample, in order; never unscored."""
-        groups: defaultdict[tuple[int, ...], list[RewardSample]] = defaultdict(list)
+        groups: defaultdict[str, list[RewardSample]] = defaultdict(list)
         for sample in samples:
-            groups[sample.prompt_ids].append(sample)
+            groups[sample.problem.key].append(sample)
         price = {
-            prompt: self.config.factor
+            key: self.config.factor
             * (sum(s.verdict.correct for s in group) / len(group))
             / max(1, *(len(s.response_ids) for s in group))
-            for prompt, group in groups.items()
+            for key, group in groups.items()
         }
-        return [Score(0.0 - price[s.prompt_ids] * len(s.response_ids)) for s in samples]
+        return [Score(0.0 - price[s.problem.key] * len(s.response_ids)) for s in samples]

@@ -27,7 +27,8 @@ class RewardModelConfig(PluginConfig):
 class RewardModelReward(Reward[RewardModelConfig]):
     """R = sigmoid(RM(x, y)), or the raw RM(x, y) with `transform: none`.
 
-    Reads the stage's input `reward_model`. One value per sample; never unscored.
+    Reads the stage's input `reward_model`. One value per sample; never unscored. Of an episode y is
+    all of it up to the last sampled token, with what the environment wrote.
     Source: InstructGPT, arXiv:2203.02155, section 3.5.
     """
 
@@ -59,7 +60,7 @@ class RewardModelReward(Reward[RewardModelConfig]):
             part = samples[start : start + self.batch_size]
             batch = response_batch(
                 prompts=[s.prompt_ids for s in part],
-                responses=[s.response_ids for s in part],
+                responses=[s.token_ids or s.response_ids for s in part],
                 group_ids=[groups.setdefault(s.prompt_ids, len(groups)) for s in part],
                 pad_token_id=0,  # masked everywhere, so any id will do
                 problems=[s.problem for s in part],

@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import Field
 
@@ -27,7 +27,7 @@ from posttrain.core.rollout.episodes import (
 )
 from posttrain.core.runtime.seeding import derive_seed
 
-Kind = Literal["kept", "all_right", "all_wrong", "equal"]
+Kind = Literal["kept", "all_right", "all_wrong", "equal", "failed"]
 
 
 class DynamicConfig(PluginConfig):
@@ -78,9 +78,7 @@ class _Found:
     size: int
     kept: list[SampledGroup] = field(default_factory=list)
     dropped: list[SampledGroup] = field(default_factory=list)
-    counts: dict[Kind, int] = field(
-        default_factory=lambda: dict.fromkeys(("kept", "all_right", "all_wrong", "equal"), 0)
-    )
+    counts: dict[Kind, int] = field(default_factory=lambda: dict.fromkeys(get_args(Kind), 0))
     rounds: int = 0
     verdicts: float = 0.0
     responses: int = 0
@@ -112,8 +110,8 @@ class DynamicSampler(Sampler[DynamicConfig]):
 
     A round asks for missing / acceptance prompts, acceptance being the share of this step's groups
     that were kept, and for `max_round_size` * P at most. Surplus goes to the next step while it is
-    no more than `max_lag` policy versions old. Filtering changes the distribution of prompts: easy
-    and hard ones vanish, so what is dropped is counted.
+    no more than `max_lag` policy versions old. Failed episodes do not count. Filtering changes the
+    distribution of prompts: easy and hard ones vanish, so what is dropped is counted.
     Source: DAPO, arXiv:2503.14476, section 3.2, eq. 11.
     """
 
@@ -158,6 +156,7 @@ class DynamicSampler(Sampler[DynamicConfig]):
                 "sampling/dropped_all_right": found.counts["all_right"],
                 "sampling/dropped_all_wrong": found.counts["all_wrong"],
                 "sampling/dropped_equal": found.counts["equal"],
+                "sampling/dropped_failed": found.counts["failed"],
                 "sampling/dropped_stale": stale,
                 "sampling/dropped_surplus": len(surplus) - len(self._carried),
                 "sampling/carried_in": carried_in,
@@ -205,12 +204,14 @@ class DynamicSampler(Sampler[DynamicConfig]):
         seed = request.params.seed
         seed = derive_seed(seed, "round", found.rounds) if found.rounds else seed
         for group in request.generate(prompts, replace(request.params, seed=seed)):
-            verdicts = request.verify(group)
+            verdicts = group.of_episodes(request.verify(group))
             found.add(group, self._kind(verdicts), verdicts)
         found.rounds += 1
 
     def _kind(self, verdicts: Sequence[float]) -> Kind:
         """Kept, or why not."""
+        if not verdicts:
+            return "failed"
         right = sum(verdict >= 1 for verdict in verdicts)
         if self.config.keep == "spread":
             keep = statistics.pstdev(verdicts) > self.config.tolerance
@@ -256,10 +257,10 @@ def round_size(missing: int, accepted: int, drawn: int, largest: int) -> int:
 
 
 def _shares(found: _Found) -> dict[str, float]:
-    """What has no value in a step that sampled nothing."""
+    """What has no value in a step that sampled nothing, or no episode that did not fail."""
     if found.drawn == 0:
         return {}
-    return {
-        "sampling/acceptance": found.counts["kept"] / found.drawn,
-        "sampling/verdict_mean": found.verdicts / found.responses,
-    }
+    shares = {"sampling/acceptance": found.counts["kept"] / found.drawn}
+    if found.responses:
+        shares["sampling/verdict_mean"] = found.verdicts / found.responses
+    return shares

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from posttrain.core.contracts import EngineSetup, PromptGroup, SampledGroup
+from posttrain.core.contracts import EngineSetup, Opening, PromptGroup, SampledGroup
 from posttrain.core.data.task_folders import FOLDER
 from posttrain.core.data.tokens import ChatTokenizer, rollout_batch
 from posttrain.core.errors import RunError
@@ -20,10 +20,12 @@ from posttrain.core.rollout.live import LiveRunner
 from posttrain.core.rollout.plays import EpisodeLimits
 from posttrain.core.rollout.turns import Turns
 from posttrain.core.sandbox.runner import levels_available
+from posttrain.core.training.forward import response_logprobs
 from posttrain.core.types import Problem, SamplingParams
 from posttrain.plugins.engines.transformers import TransformersEngine, TransformersEngineConfig
 from posttrain.plugins.environments.terminal import TerminalConfig
 from tests.helpers.live import CHARACTERS, TEMPLATE, DigitGame, DigitGameConfig, Game
+from tests.helpers.rollouts import load_tiny
 from tests.helpers.typed_shell import TypedShell, task_folder
 
 LIMITS = EpisodeLimits(at_once=2048, episode_s=60, step_s=60, most_failed=0.5, max_model_len=64)
@@ -114,6 +116,41 @@ def test_an_episode_is_what_was_sampled_and_what_the_game_showed(
     assert own_mask[rows, ends[rows, turns]].all(), "a turn ends with a sampled token"
     assert game.seen.closed == 2 and game.seen.open == 0
     assert (game.seen.started, game.seen.stopped) == (1, 1)
+
+
+def test_a_problem_that_comes_again_has_other_episodes(engine: TransformersEngine) -> None:
+    """Equal seeds are equal games, and equal draws unless the engine happens to see both at once:
+    the second group would say what the first one says."""
+    often, once = Player(engine), Player(engine)
+    often.play(["a", "a", "b", "a"])
+    once.play(["a", "b"])
+    seeds, usual = often.game.seen.seeds, once.game.seen.seeds
+    assert len(seeds["a"]) == 3 * PARAMS.num_generations
+    assert seeds["b"] == usual["b"] and usual["a"] < seeds["a"]
+
+
+class Dealt(DigitGame):
+    """A game that deals each episode digits of its own."""
+
+    async def reset(self, problem: Problem, seed: int) -> Opening:
+        return await super().reset(replace(problem, key=str(seed)), seed)
+
+
+def test_the_trainer_finds_the_log_probs_that_each_episode_was_sampled_with(
+    engine: TransformersEngine,
+) -> None:
+    """Episodes of one problem begin with what their own game shows."""
+    player = Player(engine)
+    player.runner = LiveRunner(Dealt(DigitGameConfig()), player.runner.turns, LIMITS)
+    params = replace(PARAMS, num_generations=6)
+    batch = rollout_batch(player.play(["a", "b"], params), player.tokenizer)
+    prompts = {tuple(ids.tolist()) for ids in batch.prompt_ids[batch.group_id == 0]}
+    assert len(prompts) > 1
+    assert engine._setup is not None
+    model = load_tiny(engine._setup.model_dir, torch.float32)
+    found = response_logprobs(model, batch, temperature=1.0).logprobs
+    own = batch.response_mask.bool()
+    torch.testing.assert_close(found[own], batch.rollout_logprobs[own], rtol=0, atol=1e-4)
 
 
 class Judged(DigitGame):

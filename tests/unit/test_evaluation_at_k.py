@@ -15,7 +15,7 @@ from transformers import AutoModelForSequenceClassification
 from posttrain.core.config.loading import load_config
 from posttrain.core.config.resolve import resolve
 from posttrain.core.config.sections import EvaluationSection
-from posttrain.core.contracts import NoConfig, PromptGroup, RewardContext
+from posttrain.core.contracts import NoConfig, PromptGroup, Reward, RewardContext, SampledGroup
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import ConfigError
 from posttrain.core.evaluation.accuracy import EvaluatedProblem, evaluate_policy
@@ -26,7 +26,14 @@ from posttrain.core.models.device import ModelRuntime
 from posttrain.core.models.loading import load_reward_model, save_reward_model
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.tracking.metric_names import check_names
-from posttrain.core.types import Problem, RewardSample, Score, Verdict
+from posttrain.core.types import (
+    Completion,
+    Problem,
+    RewardSample,
+    SamplingParams,
+    Score,
+    Verdict,
+)
 from posttrain.pipelines.run.summary import pass_sizes, with_error
 from posttrain.plugins.rewards.reward_model import RewardModelConfig, RewardModelReward
 from tests.helpers.engines import make_engine, make_setup
@@ -155,6 +162,50 @@ def test_a_reward_model_chooses_by_the_scores_that_transformers_computes(tmp_pat
         assert low < gain < high
     assert found.metrics["eval/rm_gain_at/1"] == 0, "there is nothing to choose from"
     assert "eval/rm_gain_at_low/1" not in found.metrics, "equal gains have no width to show"
+    check_names(found.metrics)
+
+
+class Lost:
+    """The first of each problem's episodes has failed."""
+
+    def generate(
+        self, engine: object, prompts: Sequence[PromptGroup], params: SamplingParams, *_: object
+    ) -> list[SampledGroup]:
+        said = Completion((5, 6), (-1.0, -1.0), "stop", 0, 0, "", "")
+        lost = replace(said, token_ids=(), logprobs=(), finish_reason="length", failed="a crash")
+        rest = (said,) * (params.num_generations - 1)
+        return [SampledGroup(prompt, (lost, *rest)) for prompt in prompts]
+
+
+class FirstIsBest(Reward[NoConfig]):
+    """Scores that fall from answer to answer."""
+
+    name, Config = "first_is_best", NoConfig
+
+    def score(self, samples: Sequence[RewardSample]) -> list[Score]:
+        assert not any(sample.response_ids == () for sample in samples)
+        return [Score(-float(place)) for place in range(len(samples))]
+
+
+def test_an_episode_that_failed_is_wrong_whatever_it_left_and_is_shown(tmp_path: Path) -> None:
+    """The verifier finds an empty text right, and the reward model would take it for the best."""
+    tokenizer = ChatTokenizer.load(make_tiny_model(tmp_path / "model"), None)
+    found = evaluate_policy(
+        None,  # type: ignore[arg-type]  # `Lost` asks none
+        tokenizer,
+        EvenLength(NoConfig()),
+        [PromptGroup(problem, (1, 2)) for problem in PROBLEMS[:2]],
+        EvaluationSection(num_problems=2, num_samples=4, pass_at=(4,)),
+        seed=0,
+        episodes=Lost(),  # type: ignore[arg-type]
+        reward_model=FirstIsBest(NoConfig()),
+    )
+    assert found.metrics["eval/greedy_accuracy"] == 0.0
+    assert found.metrics["eval/failed_frac"] == 1.0
+    assert found.metrics["eval/sampled_failed_frac"] == 0.25
+    assert found.metrics["eval/sampled_accuracy"] == found.metrics["eval/avg_at/4"] == 0.75
+    assert found.metrics["eval/rm_at/4"] == 1.0
+    assert found.rows[0].scores == (None, 0.0, -1.0, -2.0)
     check_names(found.metrics)
 
 

@@ -60,6 +60,15 @@ def test_whitening_the_batch_looks_at_scored_rows_only() -> None:
     assert outcome_rewards(kept).tolist() == [2.0, 3.0, 0.0, 4.0]
 
 
+def test_whitening_counts_an_episode_once_however_many_branches_it_has() -> None:
+    batch = scored_batch([1.0, 3.0, 5.0, 5.0, 5.0], [False] * 5, [True] * 5)
+    batch = batch.with_columns(episode_id=torch.tensor([0, 1, 2, 2, 2]))
+    centred, _ = RewardShaping(whitening="batch").apply(batch)
+    assert outcome_rewards(centred).tolist() == [-1.0, 0.0, 1.0, 1.0, 1.0]
+    scaled, _ = RewardShaping(whitening="running").apply(batch)
+    assert outcome_rewards(scaled).tolist() == [0.5, 1.5, 2.5, 2.5, 2.5]
+
+
 def test_whitening_comes_after_the_overlong_filter() -> None:
     batch = scored_batch([1.0, 3.0, 50.0, 5.0], [False, False, True, False], [True] * 4)
     out = RewardShaping("exclude", "batch").apply(batch)[0]

@@ -6,7 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from posttrain.pipelines.rl.rollouts import rollouts_due
+from posttrain.core.data.tokens import response_batch
+from posttrain.pipelines.rl.rollouts import Rollout, rollouts_due
 
 
 def versions(first: int, last: int, staleness: int, have: set[int]) -> dict[int, int]:
@@ -36,3 +37,18 @@ def test_a_resumed_run_samples_what_its_checkpoint_does_not_have_with_the_same_v
     have = {n for n in whole if n <= resumed_after + staleness}
     rest = versions(resumed_after + 1, 9, staleness, have)
     assert rest == {n: version for n, version in whole.items() if n not in have}
+
+
+def test_the_age_is_that_of_sampled_tokens_not_of_padding() -> None:
+    """A response of eight tokens of version 4 next to one token of version 0, at step 5."""
+    batch = response_batch(
+        prompts=[[5], [5], [5]],
+        responses=[[8] * 8, [8], []],
+        group_ids=[0, 0, 0],
+        pad_token_id=0,
+        problems=(),
+        policy_versions=[4, 0, 0],
+    )
+    assert Rollout(5, (), batch, {}).staleness() == {"staleness/mean": 4 / 9, "staleness/max": 4}
+    empty = batch.with_columns(response_mask=batch.response_mask * 0)
+    assert Rollout(5, (), empty, {}).staleness() == {}

@@ -143,6 +143,34 @@ def test_a_verdict_below_one_is_wrong_unless_spread_is_asked_for() -> None:
     assert kinds == [1, 1, 1]
 
 
+def test_an_episode_that_failed_is_not_a_wrong_answer() -> None:
+    """A right answer next to a lost server: such a group is not mixed, all its advantages are 0."""
+    script = Script([RIGHT, RIGHT, MIXED])
+    failed = {0: (False, True), 1: (True, True), 2: (False, False)}
+
+    def generate(prompts: Sequence[PromptGroup], params: SamplingParams) -> list[SampledGroup]:
+        return [
+            replace(
+                group,
+                completions=tuple(
+                    replace(c, failed="the server is gone" if lost else "")
+                    for c, lost in zip(group.completions, failed[number], strict=True)
+                ),
+            )
+            for number, group in enumerate(script.generate(prompts, params))
+        ]
+
+    def verify(group: SampledGroup) -> Sequence[float]:
+        said = zip(group.completions, script.verify(group), strict=True)
+        return [0.0 if completion.failed else verdict for completion, verdict in said]
+
+    request = replace(script.request(3), generate=generate, verify=verify)
+    rollout = sampler(max_rounds=1).sample(request)
+    assert numbers(rollout) == [2]
+    assert counted(rollout, "dropped_all_right", "dropped_all_wrong", "dropped_failed") == [1, 0, 1]
+    assert rollout.metrics["sampling/verdict_mean"] == (1 + 1) / 3
+
+
 def surplus_script() -> Script:
     """The first step of two prompts keeps three groups: 1, 2, 3."""
     return Script([WRONG, MIXED, MIXED, MIXED, WRONG, WRONG, MIXED])

@@ -9,9 +9,22 @@ from dataclasses import replace
 import pytest
 import torch
 
+from posttrain.core.batch import RolloutBatch
 from posttrain.core.config.rl_stage import RewardComponent
-from posttrain.core.contracts import KlEstimator, NoConfig, Reward, Task
-from posttrain.core.data.tokens import ChatTokenizer, response_batch
+from posttrain.core.contracts import (
+    KlEstimator,
+    NoConfig,
+    PromptGroup,
+    Reward,
+    SampledGroup,
+    Task,
+)
+from posttrain.core.data.tokens import (
+    ChatTokenizer,
+    response_batch,
+    reward_sample,
+    rollout_batch,
+)
 from posttrain.core.errors import RunError
 from posttrain.core.kit.tiny import make_tiny_tokenizer
 from posttrain.core.math.groups import z_scores
@@ -21,13 +34,16 @@ from posttrain.core.rewards.scoring import (
     Scorer,
     duplicate_frac,
     gated,
+    reward_samples,
     rollout_metrics,
     score_batch,
 )
 from posttrain.core.rewards.shaping import place_on_last_token, subtract_kl
 from posttrain.core.rewards.weighted import WeightedReward, weighted_rewards
 from posttrain.core.tracking.tables import sample_rows
-from posttrain.core.types import TASK, RewardSample, Score
+from posttrain.core.training import reward_model
+from posttrain.core.types import TASK, Completion, RewardSample, Score, Verdict
+from posttrain.plugins.rewards.reward_model import RewardModelConfig, RewardModelReward
 
 
 class Given(Reward[NoConfig]):
@@ -114,6 +130,90 @@ def test_what_nobody_could_score_is_unscored_and_takes_no_loss(task: Task[NoConf
     assert metrics["reward/unscored_frac"] == 0.5
     assert metrics["reward/mean"] == pytest.approx(0.625)  # over the scored rows alone
     assert metrics["reward/component/second"] == pytest.approx(0.625)
+
+
+def test_a_reward_model_reads_what_others_wrote_between_the_turns(
+    task: Task[NoConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The turns alone, one after another, are an answer that nobody gave."""
+    read: list[list[int]] = []
+
+    def rows(model: object, batch: RolloutBatch) -> torch.Tensor:
+        read.extend(ids[own.bool()].tolist() for ids, own in zip(*rows_of(batch), strict=True))
+        return torch.zeros(len(batch))
+
+    def rows_of(batch: RolloutBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        return batch.response_ids, batch.response_mask
+
+    monkeypatch.setattr(reward_model, "score_batch_rows", rows)
+    problem = task.problems("train", 1, 0)[0]
+    turns = Completion(
+        (8, 9, 10, 11, 12),
+        (-1.0,) * 5,
+        "length",
+        0,
+        0,
+        "",
+        "",
+        sampled=(True, False, True, True, False),
+    )
+    plain = replace(turns, token_ids=(7, 8), logprobs=(-1.0,) * 2, sampled=())
+    prompt = PromptGroup(problem, (5, 6))
+    tokenizer = ChatTokenizer(make_tiny_tokenizer(), None)
+    batch = rollout_batch([SampledGroup(prompt, (turns, plain))], tokenizer)
+    verdict = Verdict(0.0, None)
+    in_rl = reward_samples(batch, task)
+    evaluated = [reward_sample(prompt, each, tokenizer, verdict) for each in (turns, plain)]
+    for samples in (in_rl, evaluated):
+        assert [sample.response_ids for sample in samples] == [(8, 10, 11), (7, 8)]
+        judge = RewardModelReward(RewardModelConfig())
+        judge.model, judge.batch_size = None, 4  # type: ignore[assignment]
+        judge.score(samples)
+    assert read == 2 * [[8, 9, 10, 11], [7, 8]]
+
+
+def test_an_episode_that_failed_has_no_verdict(task: Task[NoConfig]) -> None:
+    batch = batch_of(task, ["right", "right", "", ""])
+    lost = replace(batch, failures=("", "", "a crash", "a crash"))
+    lost = lost.with_columns(response_mask=lost.response_mask * torch.tensor([[1], [1], [0], [0]]))
+    scored = score_batch(lost, task, [WeightedReward(Given([1.0, 1.0, 0.0, 0.0]), 1.0)])
+    assert scored.column("acc")[:2].tolist() == [1.0, 1.0]
+    assert scored.column("acc")[2:].isnan().all()
+    metrics = rollout_metrics(scored, ["given"])
+    assert metrics["acc/mean"] == metrics["group/all_correct_frac"] == 1.0
+    assert metrics["reward/component/given"] == 1.0
+    assert metrics["reward/unscored_frac"] == 0.5
+    assert metrics["sampling/duplicate_frac"] == 0.0
+    none = score_batch(replace(lost, failures=("a crash",) * 4), task, [])
+    assert "acc/mean" not in rollout_metrics(none, [])
+
+
+def test_an_episode_with_several_branches_counts_once(task: Task[NoConfig]) -> None:
+    batch = batch_of(task, ["right", "", "", "wrong"])
+    batch = batch.with_columns(episode_id=torch.tensor([0, 0, 0, 1]))
+    scored = score_batch(batch, task, [WeightedReward(Given([1.0, 5.0, 5.0, 0.0]), 1.0)])
+    metrics = rollout_metrics(scored, ["given"])
+    assert metrics["reward/mean"] == metrics["acc/mean"] == metrics["reward/component/given"] == 0.5
+    assert metrics["reward/max"] == 1.0
+
+
+def test_the_greedy_answer_of_an_episode_with_branches_is_its_first(task: Task[NoConfig]) -> None:
+    class Played:
+        def generate(
+            self, engine: object, prompts: Sequence[PromptGroup], *_: object
+        ) -> list[SampledGroup]:
+            one = Completion((8,), (-1.0,), "stop", 0, 0, "", "", episode=0)
+            other = replace(one, token_ids=(9,))
+            return [SampledGroup(prompt, (one, other)) for prompt in prompts]
+
+    batch = batch_of(task, ["a", "b"]).with_columns(group_id=torch.tensor([0, 1]))
+    scorer = Scorer(
+        task,
+        [WeightedReward(Given([0.25, 9.0, 0.75, 9.0]), 1.0)],
+        ChatTokenizer(make_tiny_tokenizer(), None),
+    )
+    found = scorer.greedy(None, batch, 4, Played())  # type: ignore[arg-type]
+    assert found.tolist() == [0.25, 0.75]
 
 
 @pytest.mark.parametrize("on_missing", ["zero", "unscored"])

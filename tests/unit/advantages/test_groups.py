@@ -8,7 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from posttrain.core.contracts import AdvantageEstimator, GroupAdvantage
+from posttrain.core.contracts import (
+    AdvantageEstimator,
+    GroupAdvantage,
+    RowAdvantage,
+    TurnAdvantage,
+)
 from posttrain.core.kit.batches import build_batch
 from posttrain.core.plugin_manager import PluginEntry
 from tests.helpers.advantages import MANAGER, estimate, outcome_batch, per_row
@@ -149,3 +154,33 @@ def test_a_row_without_loss_still_counts_in_its_group() -> None:
     filtered = batch.with_columns(mask=batch.mask * torch.tensor([[0.0], [1.0], [1.0]]))
     got = estimate("dr_grpo", filtered).advantages[:, 0].tolist()
     assert got == [0.0, *per_row("dr_grpo", [1.0, 0.0, 0.5])[1:]]
+
+
+ROW_ESTIMATORS = [
+    param
+    for param in of_kind("advantage")
+    if issubclass(param.values[0].cls, RowAdvantage)
+    and not issubclass(param.values[0].cls, TurnAdvantage)  # a branch has turns of its own
+]
+
+
+@pytest.mark.parametrize("whiten", ["off", "sequences"])
+@pytest.mark.parametrize("entry", ROW_ESTIMATORS)
+def test_branches_of_an_episode_change_nobody_s_advantage(entry: PluginEntry, whiten: str) -> None:
+    """An episode of three branches, of 6 tokens together, next to four of one."""
+    rewards, group = torch.tensor([1.0, 0.0, 0.25, 1.0, 0.0]).double(), [0, 0, 0, 1, 1]
+    fields: dict[str, Any] = {"whiten": whiten}
+    if entry.name == "pass_at_k":
+        fields["k"] = 1
+    whole = outcome_batch(rewards, group, [6, 2, 4, 3, 1], **columns_for(rewards))
+    wanted = estimate(entry.name, whole, **fields).advantages[:, 0]
+    rows = torch.tensor([0, 0, 0, 1, 2, 3, 4])
+    branched = outcome_batch(
+        rewards[rows],
+        [group[row] for row in rows.tolist()],
+        [3, 1, 2, 2, 4, 3, 1],
+        episode_id=rows,
+        **columns_for(rewards[rows]),
+    )
+    found = estimate(entry.name, branched, **fields).advantages[:, 0]
+    torch.testing.assert_close(found, wanted[rows])

@@ -55,7 +55,7 @@ def test_rows_learn_from_each_sampled_token_once(
 ) -> None:
     tree, made = grown(calls)
     rows = responses_of(tree, made, Ending(), with_discarded=True)
-    learned = []
+    learned, shown = [], []
     for row in rows:
         whole = (*row.prompt_ids, *row.token_ids)
         sampled = row.sampled or (True,) * len(row.token_ids)
@@ -65,6 +65,8 @@ def test_rows_learn_from_each_sampled_token_once(
         own = [n for n, (s, e) in enumerate(zip(sampled, elsewhere, strict=True)) if s and not e]
         assert own  # no row without a token of its own
         learned += [(whole[: first + n + 1], row.logprobs[n]) for n in own]
+        others = zip(sampled, elsewhere, strict=True)
+        shown += [whole[: first + n + 1] for n, (s, e) in enumerate(others) if not s and not e]
         assert all(value == 0 for value, s in zip(row.logprobs, sampled, strict=True) if not s)
     owned = {
         (tree.tokens(node), tree.logprob[node])
@@ -72,6 +74,14 @@ def test_rows_learn_from_each_sampled_token_once(
         if tree.by[node] != NOBODY
     }
     assert len(learned) == len(owned) and set(learned) == owned
+    assert len(shown) == len(set(shown))  # `echo` learns what others wrote once as well
     if rows:
         last = max(call.number for call in made if tree.is_leaf(call.end))
         assert (*rows[0].prompt_ids, *rows[0].token_ids) == (*calls[last][0], *calls[last][1])
+
+
+def test_an_answer_that_goes_on_where_another_was_cut_is_not_discarded() -> None:
+    """The program asked again with more room, and the policy said the same and more."""
+    tree, made = grown([([1, 2], [0, 1]), ([1, 2], [0, 1, 2, 2])])
+    (row,) = responses_of(tree, made, Ending(), with_discarded=False)
+    assert row.token_ids == (0, 1, 2, 2)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from posttrain.core.errors import ConfigError
+from posttrain.core.types import Problem
 from tests.helpers.rewards import sample, score, scores
 
 RECORDED = Path(__file__).resolve().parents[2] / "golden" / "data" / "trl_reward_shape.json"
@@ -26,11 +28,12 @@ def test_every_token_beyond_the_free_ones_has_its_price() -> None:
 
 
 def test_length_costs_by_the_success_and_the_longest_of_its_own_group() -> None:
-    group = [
-        sample(prompt_ids=(1,), response_ids=tokens(n), correct=c)
+    group = [  # episodes of one problem may begin with prompts of their own
+        sample(prompt_ids=(n,), response_ids=tokens(n), correct=c)
         for n, c in ((10, 1.0), (20, 1.0), (40, 0.0), (0, 0.0))
     ]
-    unsolved = [sample(prompt_ids=(2,), response_ids=tokens(n)) for n in (5, 50)]
+    other = Problem("other", "What is 2 + 2?", "4", "")
+    unsolved = [replace(sample(response_ids=tokens(n)), problem=other) for n in (5, 50)]
     # mean 0.5, longest 40: -0.2 * 0.5 * n / 40
     wanted = {10: -0.025, 20: -0.05, 40: -0.1, 0: 0.0, 5: 0.0, 50: 0.0}
     mixed = [group[0], unsolved[0], *group[1:], unsolved[1]]

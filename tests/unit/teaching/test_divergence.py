@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -131,12 +132,32 @@ def test_the_ratio_is_capped() -> None:
     torch.testing.assert_close(capped, 2.0 * plain)  # not exp(0.9) = 2.459603 times
 
 
+def test_a_clamp_of_the_sampled_token_bounds_its_factor_and_keeps_its_gradient() -> None:
+    """l = sg(d) log p: clamped itself, it would have no gradient where either is large."""
+    fields = {"divergence": "reverse", "support": "sampled"}
+    for token in range(3):
+        logits = torch.tensor([S], dtype=torch.float64).log().requires_grad_()
+        gap = math.log(S[token] / T[token])
+        said = TeacherRows(torch.tensor([token]), logprobs=torch.tensor([math.log(T[token])]))
+        loss = MANAGER.build(DistillationLoss, "gkd", {**fields, "clamp": 0.45})
+        found = loss.rows(logits, said)
+        (grad,) = torch.autograd.grad(found.loss.sum(), logits)
+        factor = max(-0.45, min(0.45, gap))
+        score = torch.eye(3, dtype=torch.float64)[token] - torch.tensor(S, dtype=torch.float64)
+        torch.testing.assert_close(grad[0], factor * score, rtol=0, atol=1e-7)
+        assert float(found.metrics["distil/divergence"]) == pytest.approx(factor, abs=1e-7)
+
+
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
         ({"beta": 0.001}, "greater than or equal to 0.01"),
         ({"support": "topk", "top_k": 1, "rest": "renorm", "of": "teacher"}, "nothing to learn"),
         ({"support": "sampled"}, "an estimate of reverse, not of jsd"),
+        (
+            {"divergence": "reverse", "support": "sampled", "floor_at_zero": True},
+            "of both signs.*remove floor_at_zero",
+        ),
         ({"support": "topk", "rest": "sampled_tail"}, "known for forward and reverse"),
         (
             {"divergence": "forward", "support": "topk", "temperature": 2.0},

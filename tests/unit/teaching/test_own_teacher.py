@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
+from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.config.sections import OptimizerSection
 from posttrain.core.contracts import Aggregator, DistillationLoss, TeacherRows
 from posttrain.core.data.tokens import ChatTokenizer
@@ -26,6 +27,7 @@ from posttrain.core.training.teacher_contexts import TeacherContext, with_contex
 from posttrain.core.training.teachers import LocalTeacher, Teachers
 from posttrain.core.training.updates import UpdateSettings
 from posttrain.core.types import Message, Problem
+from posttrain.pipelines.ranks.rl import RankedLearner
 from tests.helpers.plugins import MANAGER
 from tests.helpers.rollouts import assert_same_gradient, load_tiny, ragged_batch, sequence
 from tests.helpers.updates import gradient
@@ -61,7 +63,9 @@ def sampled(rewards: Sequence[float], group_size: int = 4) -> RolloutBatch:
     ]
     texts = tuple(f"answer {i}" for i in range(len(rewards)))
     values = torch.tensor(rewards, dtype=torch.float64)
-    return replace(batch.with_columns(rewards=values), problems=tuple(problems), texts=texts)
+    scored = values.isfinite()  # one that nobody could score has the reward 0
+    batch = batch.with_columns(rewards=torch.where(scored, values, 0.0), scored=scored)
+    return replace(batch, problems=tuple(problems), texts=texts)
 
 
 @pytest.mark.parametrize(
@@ -84,6 +88,16 @@ def test_the_first_other_success_of_a_group_is_shown(
             continue
         asked = Problem("", f"question 0\n\nanswer {demo}", "", "")
         assert found == context.tokenizer.encode_prompt(asked)
+
+
+def test_an_unscored_response_is_no_success_where_0_is_one(folder: Path) -> None:
+    batch = sampled([float("nan"), 0.0, -1.0, -1.0, 1, 1, 1, 1])
+    context = replace(context_of(folder), min_reward=0.0)
+    shown = [
+        context.tokenizer.encode_prompt(Problem("", f"question 0\n\nanswer {demo}", "", ""))
+        for demo in (1, 1, 1)
+    ]
+    assert context.prompts(batch, [0, 1, 2, 3]) == [shown[0], None, *shown[1:]]
 
 
 def test_the_last_question_takes_the_template_and_nothing_is_expanded_twice() -> None:
@@ -239,3 +253,18 @@ def test_a_teacher_that_follows_moves_after_each_step(folder: Path) -> None:
     for old, new, followed in moved:
         torch.testing.assert_close(followed, 0.75 * old + 0.25 * new.detach())
     assert not torch.equal(before[0], next(learner.model.parameters()))
+
+
+@pytest.mark.parametrize(("weights", "kept"), [("ema", True), ("base", False), ("live", False)])
+def test_checkpoints_of_ranks_keep_a_teacher_that_follows(weights: str, kept: bool) -> None:
+    """A run that goes on would have the input model for its teacher again."""
+    stage = RlStage.model_validate(
+        {
+            "kind": "rl",
+            "inputs": {"model": "base"},
+            "teachers": {"self": {"policy": {"weights": weights}}},
+        }
+    )
+    learner = RankedLearner.__new__(RankedLearner)  # its processes are not needed
+    learner._section, learner._has_reference, learner._trainer = stage, False, None  # type: ignore[assignment]
+    assert (learner.stored_reference is not None) is kept

@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from posttrain.core.config.sections import EvaluationSection
-from posttrain.core.contracts import NoConfig, SampledGroup, Task
+from posttrain.core.contracts import NoConfig, Observation, PromptGroup, SampledGroup, Task
+from posttrain.core.contracts.rollout import Episode
 from posttrain.core.data.tokens import ResponseTexts, response_texts, rollout_batch
 from posttrain.core.evaluation.accuracy import evaluate_policy
 from posttrain.core.rewards.scoring import reward_samples, score_batch
 from posttrain.core.rollout.episodes import episode_metrics, generate_groups
+from posttrain.core.rollout.turns import Turns, completion_of
 from posttrain.core.training.forward import forward_only
 from posttrain.core.types import Completion, Problem, SamplingParams, Split, Verdict
 from tests.helpers.episodes import PROBLEMS, Tiny
@@ -169,6 +171,28 @@ def test_a_last_turn_with_a_stop_string_is_answered_where_turns_have_rewards(tin
     assert last, "some last turn was a call"
     assert all(c.finish_reason == "length" and len(c.turn_ends) == 2 for c in last)
     assert all(c.sampled[-1] for c in last), "its result is not shown"
+
+
+@pytest.mark.parametrize(
+    ("done", "truncated", "max_turns", "cut"),
+    [
+        (True, False, 1, False),
+        (False, False, 1, True),  # its turns are used up
+        (False, True, 4, True),  # by the environment
+        (True, True, 4, True),
+    ],
+)
+def test_an_episode_that_did_not_end_is_cut_also_after_a_turn_that_the_policy_ended(
+    tiny: Tiny, done: bool, truncated: bool, max_turns: int, cut: bool
+) -> None:
+    chat, end = tiny.tokenizer, tiny.tokenizer.end_token_ids[0]
+    turns = Turns(chat, max_turns, 16)
+    said = Completion((5, end), (-1.0, -1.0), "stop", 0, 0, "", "")
+    episode = turns.after(Episode(PromptGroup(PROBLEMS[0], (4, 5)), 0), said)
+    answer = Observation("more", done, 0, truncated=truncated)
+    found = completion_of(turns.answered(episode, answer, 16))
+    assert chat.is_truncated(found) is cut
+    assert not chat.is_truncated(replace(said, finish_reason="length")), "whole, of one turn"
 
 
 def test_observations_are_cut_to_their_limit(tiny: Tiny) -> None:

@@ -226,7 +226,7 @@ def test_a_row_with_tokens_of_others_is_not_found(folders: dict[str, Path]) -> N
     sampled = sampled_of(folders["llama"])
     assert sampled.outputs is not None
     batch = sampled.batch()
-    prompts = distinct_prompts(batch.group_id)[0]
+    prompts = distinct_prompts(batch)[0]
     assert sampled.outputs.find(batch, prompts) is not None
     row = int(batch.response_mask.sum(dim=1).argmax())
     mask = batch.response_mask.clone()

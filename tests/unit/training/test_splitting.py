@@ -104,3 +104,16 @@ def test_what_is_larger_than_the_budget_is_cut_up_and_a_long_row_is_alone() -> N
     alone = micro_rows(batch, 16, max_tokens=25)
     assert [part.tolist() for part in alone[:4]] == [[0], [1], [2], [3]]
     assert [len(part) for part in micro_rows(batch, 3, max_tokens=10_000)] == [3, 3, 3, 3]
+
+
+def test_rows_of_a_group_with_prompts_of_their_own_take_the_tokens_of_each() -> None:
+    batch = response_batch(
+        prompts=[[7] * 10, [7] * 10, [9] * 30, [9] * 30],
+        responses=[[8] * 5] * 4,
+        group_ids=[0] * 4,
+        pad_token_id=0,
+        problems=(),
+    )
+    parts = micro_rows(batch, 16, max_tokens=40)
+    assert [part.tolist() for part in parts] == [[0, 1], [2, 3]]
+    assert [part.tolist() for part in micro_rows(batch, 16, max_tokens=60)] == [[0, 1, 2, 3]]

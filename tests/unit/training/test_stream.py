@@ -139,6 +139,21 @@ def test_values_and_gradients_are_those_of_whole_sequences(
         assert gap <= 1e-5 * value.abs().max(), name
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_rows_of_a_group_with_prompts_of_their_own_follow_these(stream: bool) -> None:
+    """Episodes of a problem begin with what an environment shows, branches with what was sampled
+    elsewhere: the log-probs of the group's other rows would be those after another prompt."""
+    model, batch = make_model("llama").float(), make_batch(words=2)
+    together = replace(batch, group_id=torch.zeros_like(batch.group_id))
+    wanted = with_gradients(model, whole_states(model, batch, include_last=True))
+    if stream:
+        use_stream_attention(model)
+    found = with_gradients(model, shared_states(model, together, include_last=True))
+    torch.testing.assert_close(found[0], wanted[0], rtol=0, atol=2e-5)
+    for name, value in wanted[1].items():
+        assert (found[1][name] - value).abs().max() <= 1e-4 * value.abs().max(), name
+
+
 @pytest.mark.parametrize("family", ["mistral", "gemma3"])
 def test_a_sequence_longer_than_a_sliding_window_is_not_put_in_a_stream(
     family: str, monkeypatch: pytest.MonkeyPatch
