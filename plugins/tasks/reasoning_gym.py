@@ -14,6 +14,7 @@ from pydantic import Field, field_validator
 from posttrain.core.contracts import PluginConfig, Task
 from posttrain.core.errors import ConfigError, nearest
 from posttrain.core.math.answer_forms import is_arithmetic, is_data, is_polynomial
+from posttrain.core.math.answers import last_number
 from posttrain.core.math.antiderivative import is_antiderivative
 from posttrain.core.math.numbers import is_number, numbers_in, same_number
 from posttrain.core.math.splits import split_of, stable_hash, text_key, too_few
@@ -198,9 +199,9 @@ class ReasoningGymTask(Task[ReasoningGymConfig]):
         A rewritten problem is of no dataset: its last number is compared with the answer.
         """
         if "dataset" not in problem.metadata:
-            numbers = numbers_in(text)
-            right = bool(numbers) and same_number(numbers[-1], problem.answer)
-            return Verdict(float(right), numbers[-1] if numbers else None)
+            found = _read("last_number", problem.answer, text)
+            right = found is not None and same_number(found, problem.answer)
+            return Verdict(float(right), found)
         answer = _read(self.config.match, problem.answer, text)
         name = problem.metadata["dataset"]
         if answer is None:
@@ -230,9 +231,12 @@ def _read(match: str, expected: str, text: str) -> str | None:
         rows = expected.count("\n") + 1
         if rows > 1:  # a grid: as many lines at the end as it has, with their blanks
             return "\n".join(text.rstrip().split("\n")[-rows:]) if text.strip() else None
-        match = "last_number" if is_number(expected) else "last_line"
+        bare = re.sub(r"\\d?frac\{(\d+)\}\{(\d+)\}", r"\1/\2", expected.strip("$"))
+        match = "last_number" if is_number(bare) else "last_line"
     if match == "last_number":
-        numbers = numbers_in(text)
+        numbers, stated = numbers_in(text), last_number(text)
+        if stated is not None and len(numbers_in(stated)) > 1:  # 3/4 and 1e-18 are one number
+            return stated
         return numbers[-1] if numbers else None
     lines = text.split("\n") if match == "last_line" else [text]
     kept = [line.strip() for line in lines if line.strip()]

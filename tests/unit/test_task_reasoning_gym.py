@@ -82,6 +82,21 @@ def test_partial_credit_is_kept_only_on_request() -> None:
     assert task(datasets=["products"]).verify(problem, text).correct == 0.0
 
 
+@pytest.mark.parametrize("name", ["dice", "fraction_simplification", "power_function"])
+def test_a_fraction_and_a_power_of_ten_are_one_number(name: str) -> None:
+    made = task(datasets=[name])
+    for problem in made.problems("train", 12, seed=0):
+        bare = problem.answer.strip("$")
+        for said in (
+            problem.answer,
+            f"Hm, 2 of 3.\n{bare}",
+            f"So it is {bare}.",
+            f"It is ${bare}$",
+        ):
+            assert made.verify(problem, said).correct == 1.0, said
+        assert made.verify(problem, f"{bare} or 7/{len(bare)}").correct == 0.0
+
+
 def test_answers_that_are_no_numbers_are_read_from_the_last_line() -> None:
     dates = task(datasets={"calendar_arithmetic": {"config": {"tasks": ["weekday_of_date"]}}})
     problem = dates.problems("train", 1, seed=0)[0]
