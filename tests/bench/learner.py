@@ -46,6 +46,7 @@ from posttrain.core.models.source import obtain  # noqa: E402
 from posttrain.core.models.stream_attention import use_stream_attention  # noqa: E402
 from posttrain.core.plugin_manager import PluginManager  # noqa: E402
 from posttrain.core.runtime.heap import keep_freed_memory, trim_heap  # noqa: E402
+from posttrain.core.training.forward import check_passes
 from posttrain.core.training.learner import Learner  # noqa: E402
 from posttrain.core.training.objective import LossTerm, Objective  # noqa: E402
 from posttrain.core.training.optim import MasterOptimizer  # noqa: E402
@@ -172,6 +173,7 @@ def make_learner(
     mean = manager.build(Aggregator, "token-mean")
     term = LossTerm(manager.build(PolicyLoss, "ppo_clip", {}), mean, 1.0)
     model = load_policy(folder, runtime)
+    check_passes(model)  # before ranks are in the way
     place(model)
     optimizer = MasterOptimizer(model, OptimizerSection(learning_rate=1e-6), 1000)
     settings = UpdateSettings(1, 1, size, 1.0, 0)
