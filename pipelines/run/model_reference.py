@@ -305,6 +305,11 @@ class _Search:
                     f"{urls.shown(self.store)} or damaged: the same `posttrain run` command "
                     f"computes it again, and RUN/STAGE names an earlier model ({listed})"
                 )
+            if not models and all(made.values()):
+                raise ConfigError(
+                    f"'{self.given}': run {short} made no model: the stages that it began are "
+                    f"done, and none makes one ({list(made)})"
+                )
             if not models:
                 raise ResourceError(
                     f"run {short} has made no model yet, or not in {urls.shown(self.store)} (it "
