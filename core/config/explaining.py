@@ -227,7 +227,9 @@ def _wrong_value(
         model = _model_at(loc, root, kinds)
         if model is not None and issubclass(model, Component):
             return f"must be a plugin name or {{name: ..., <its fields>}}, got {short(value)}"
-        return f"must be a mapping of fields, got {short(value)}"
+        first = next(iter(model.model_fields), "") if model is not None else ""
+        example = f", such as {{{first}: ...}}" if first else ""
+        return f"must be a mapping of fields{example}, got {short(value)}"
     if root is RunConfig and loc[:1] == ("engine",):
         return f"must be 'auto' or the name of a rollout engine, got {short(value)}"
     if kind == "string_pattern_mismatch":

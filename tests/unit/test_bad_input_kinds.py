@@ -71,6 +71,7 @@ def validate(folder: Path, config: dict[str, Any], *sets: str) -> tuple[int, str
         ("stages.rl.model=sft", "did you mean 'inputs.model'?"),
         ("stages.rl.task=arithmetic", "; 'task' stands at the top level of the file ("),
         ("stages.rl.stepz=4", "did you mean 'steps'?"),
+        ("stages.rl.rollout_correction=none", "a mapping of fields, such as {plugin: ...}, got"),
         ("stages.rl.zzz=4", "unknown field of stages.rl, got 4 (allowed: "),
         ("stages.rl.rewards=[{name: accuracy, wieght: 3}]", "did you mean 'weight'?"),
         ("stages.rl.policy_loss={name: ppo_clip, coeff: 3}", "did you mean 'coef'?"),
