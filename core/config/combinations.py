@@ -405,8 +405,8 @@ class _Check:
             if reward.only_if is not None and reward.only_if not in others:
                 yield self.line(
                     f"rewards.{index}.only_if",
-                    f"no other reward is called '{reward.only_if}' (there is {others}); give the "
-                    "label of one, or remove only_if",
+                    f"no other reward is called '{reward.only_if}'; give the label of one "
+                    f"({', '.join(others) or 'the stage has no other'}), or remove only_if",
                 )
 
     def _reward_columns_read(self) -> frozenset[str]:

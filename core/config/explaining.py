@@ -46,10 +46,12 @@ def explain(
     prefix: Loc = (),
     title: str = "a run",
     kinds: StageClasses = BUILT_IN,
+    also: Iterable[str] = (),
 ) -> list[str]:
     """One line for each problem in `error`, which came from validating a `root` at `prefix`.
 
-    `kinds` are the stage kinds that were known.
+    `kinds` are the stage kinds that were known, `also` fields that stand next to those of `root`
+    without being its own.
     """
     lines = []
     details = _of_one_form(error.errors(include_url=False))
@@ -69,7 +71,7 @@ def explain(
             sentence = f"is missing: {owner} needs '{loc[-1]}'"
         elif kind == "extra_forbidden":
             model = _model_at(tuple(detail["loc"])[:-1], root, kinds)
-            known = list(model.model_fields) if model else []
+            known = [*(model.model_fields if model else ()), *(also if len(inner) == 1 else ())]
             elsewhere = _elsewhere(str(loc[-1]), tuple(detail["loc"])[:-1], model, root, kinds)
             sentence = unknown_field(str(loc[-1]), detail["input"], known, owner, elsewhere)
         elif kind == "stage_without_kind":
@@ -225,7 +227,9 @@ def _wrong_value(
         model = _model_at(loc, root, kinds)
         if model is not None and issubclass(model, Component):
             return f"must be a plugin name or {{name: ..., <its fields>}}, got {short(value)}"
-        return f"must be a mapping of fields, got {short(value)}"
+        first = next(iter(model.model_fields), "") if model is not None else ""
+        example = f", such as {{{first}: ...}}" if first else ""
+        return f"must be a mapping of fields{example}, got {short(value)}"
     if root is RunConfig and loc[:1] == ("engine",):
         return f"must be 'auto' or the name of a rollout engine, got {short(value)}"
     if kind == "string_pattern_mismatch":

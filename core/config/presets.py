@@ -61,12 +61,16 @@ def tool_components(environment: Mapping[str, object]) -> list[tuple[int, Compon
     return _listed(environment.get("tools"))
 
 
+SAID_BY_MIXTURE = ("weight", "label")
+"""What a mixture says of a task next to the task's own fields."""
+
+
 def task_components(task: Mapping[str, object]) -> list[tuple[int, Component]]:
     """(place in `tasks`, component) of the tasks that a task's fields name; without what the
     mixture says of each."""
     parts = task.get("tasks")
     plain = [
-        {k: v for k, v in part.items() if k not in ("weight", "label")}
+        {k: v for k, v in part.items() if k not in SAID_BY_MIXTURE}
         if isinstance(part, Mapping)
         else part
         for part in (parts if isinstance(parts, list) else ())

@@ -23,6 +23,7 @@ from posttrain.core.config.preference_stages import (
     RewardModelStage,
 )
 from posttrain.core.config.presets import (
+    SAID_BY_MIXTURE,
     from_stage,
     merge_fields,
     optimizers_of,
@@ -165,9 +166,12 @@ class _Resolver:
     reward_roles: dict[str, set[str]] = field(default_factory=dict)
 
     def component(
-        self, kind: str, value: Component, loc: Loc, preset: str = ""
+        self, kind: str, value: Component, loc: Loc, preset: str = "", also: Iterable[str] = ()
     ) -> tuple[dict[str, object], list[PluginUse]]:
-        """The component with its plugin's defaults filled in, and the plugin; problems are kept."""
+        """The component with its plugin's defaults filled in, and the plugin; problems are kept.
+
+        `also` are fields that may stand next to the plugin's and are read elsewhere.
+        """
         by = f" (set by algorithm '{preset}')" if preset and not self.loaded.wrote(loc) else ""
         plain: dict[str, object] = value.model_dump(mode="json")
         try:
@@ -178,7 +182,8 @@ class _Resolver:
             return plain, []
         except ValidationError as error:
             owner = f"{kind} '{value.name}'"
-            lines = explain(error, self.loaded.where, entry.cls.Config, loc, owner)
+            others = [n for n in (*type(value).model_fields, *also) if n != "name"]
+            lines = explain(error, self.loaded.where, entry.cls.Config, loc, owner, also=others)
             self.problems += [line + by for line in lines]
             return plain, []
         use = PluginUse(kind, entry.name, entry.package, entry.version, entry.source)
@@ -189,7 +194,7 @@ class _Resolver:
         filled, used = self.component("task", value, ("task",))
         parts: Any = filled.get("tasks")  # Any: nested YAML values
         for index, part in task_components(filled):
-            own, use = self.component("task", part, ("task", "tasks", index))
+            own, use = self.component("task", part, ("task", "tasks", index), also=SAID_BY_MIXTURE)
             written = parts[index]
             parts[index] = (written if isinstance(written, dict) else {}) | own
             used += use
@@ -213,7 +218,9 @@ class _Resolver:
         for path, section in optimizers_of(stage):
             loc, plain = ("stages", name, *path), section.model_dump(mode="json")
             component = Component.model_validate({"name": section.name, **section.fields()})
-            filled, use = self.component("optimizer", component, loc)
+            filled, use = self.component(
+                "optimizer", component, loc, also=type(section).model_fields
+            )
             put(values, path, plain | filled)
             used += use
             if use and not isinstance(section, OptimizerSection):

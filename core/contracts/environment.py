@@ -98,9 +98,10 @@ class Observation:
 
     With `done` the episode is over and the answer is not shown. The answer is `text`, which goes
     on in the policy's own turn, or `messages` of tools or the user, after which a turn of the
-    assistant's begins. `counts` are added up over an episode: `calls` and `failed` for tools.
-    `reward` is for this turn, None = nothing said; `outcome` for the whole episode, where it is
-    not the sum of its turns'. `truncated` = the environment cut the episode, which did not end.
+    assistant's begins. `counts` are added up over an episode: `calls` and `failed` for tools, and
+    `metric/NAME`, shown as `env/metric/NAME`. `reward` is for this turn, None = nothing said;
+    `outcome` for the whole episode, where it is not the sum of its turns'. `truncated` = the
+    environment cut the episode, which did not end.
     """
 
     text: str

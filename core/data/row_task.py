@@ -338,10 +338,14 @@ def _answer(
     """The answer, and what supervised learning imitates where the config names nothing else."""
     if layout.answer is None:
         return "", ""
+    try:
+        found = _found(row.values, layout.answer, row.where)
+    except DataError as error:
+        raise DataError(f"{error}; answer_field: null is for rows without answers") from error
     match = metadata.get("match", config.match)
     if match == "none":
         # What a reward reads instead, such as the tests of a program.
-        answer = _as_text(_found(row.values, layout.answer, row.where))
+        answer = _as_text(found)
         metadata.setdefault("tests", answer)
         return answer, answer
     answer = worked = _text(row.values, layout.answer, row.where, numbers=True)

@@ -20,6 +20,8 @@ from posttrain.core.runtime.files import WrongContent, read_json, write_text
 
 CONFIG = "config.yaml"
 RECORD = "run.json"
+IMPORTS = "imports"
+"""Below a home: what runs were made of that `posttrain import` read from another trainer."""
 _SHOWN = 5
 
 
@@ -85,6 +87,16 @@ class RunRecorder:
     def _write(self) -> None:
         text = json.dumps(self._row | {"stages": self._stages}, indent=2)
         write_text(self.folder / RECORD, text)
+
+
+def require_own_steps(home: Path, record: RunRecord) -> None:
+    """Raise `ResourceError` for a run that was made of a dump, which has rollouts alone."""
+    if (home / IMPORTS / record.run_id).is_dir():
+        raise ResourceError(
+            f"run {record.run_id[:12]} was imported from another trainer's dump, which has "
+            "rollouts and neither steps nor checkpoints: inspect, compare, rescore and forensics "
+            "read it"
+        )
 
 
 def find_run(home: Path, wanted: str) -> RunRecord:

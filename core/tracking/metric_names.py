@@ -379,7 +379,6 @@ METRICS: dict[str, Metric] = {
     "eval/overlong_truncated": Metric("count", "held-out prompts cut to the length limit"),
     # supervised fine-tuning
     "sft/loss": Metric("nats", "negative log-likelihood per response token"),
-    "sft/token_accuracy": Metric("fraction", "response tokens predicted right"),
     "sft/nll": Metric("nats", "the same without the weights of `weighting`"),
     "sft/held_out_loss": Metric("nats", "negative log-likelihood per held-out token"),
     "sft/held_out_perplexity": Metric("ratio", "exp of the held-out loss"),
@@ -404,7 +403,6 @@ METRICS: dict[str, Metric] = {
     "time/evaluate_sampled_s": Metric("s", "sampling answers for avg@k and pass@k"),
     "time/checkpoint_s": Metric("s", "writing a checkpoint"),
     "time/record_s": Metric("s", "recording the step for a replay"),
-    "time/tracking_s": Metric("s", "handing measurements to the tracker"),
     "time/step_s": Metric("s", "the whole step"),
     "time/overhead_ms": Metric("ms", "of the step outside all phases"),
     "throughput/rollout_tokens_per_s": Metric("tokens/s", "response tokens sampled"),

@@ -36,7 +36,7 @@ from posttrain.core.runtime.reporter import Reporter
 from posttrain.core.store.artifacts import ArtifactStore, StageResult
 from posttrain.core.store.identity import identity_of
 from posttrain.core.store.manifests import combine_digests, file_digest, tree_digests
-from posttrain.core.store.run_record import RunRecorder
+from posttrain.core.store.run_record import IMPORTS, RunRecorder
 from posttrain.core.tracking.journal import Journal, JournalRow, journal_path
 from posttrain.core.training.forward import forward_only
 from posttrain.core.types import Message, Problem, Score
@@ -91,7 +91,7 @@ def import_dump(
     parts = _parts(dump, options, combine_digests(digests), model.digest)
     identity = identity_of(parts)
     run_id = identity[:32]
-    folder = home / "imports" / run_id
+    folder = home / IMPORTS / run_id
     problems = _write_problems(folder, dump)
     manager = PluginManager()
     resolved = _config(dump, options, model.path, problems, manager)

@@ -15,6 +15,7 @@ from posttrain.core.analysis.report import listed
 from posttrain.core.errors import ConfigError, ResourceError, RunError
 from posttrain.core.store.artifacts import Artifact
 from posttrain.core.store.manifests import file_digest, read_manifest
+from posttrain.core.store.run_record import require_own_steps
 from posttrain.core.training.checkpoint import master_weights, starting_points, step_of
 from posttrain.core.training.digests import Block
 from posttrain.core.training.step_record import (
@@ -128,6 +129,7 @@ def find_steps(run: PastRun, stage: str) -> StepSource:
         result, folder = None, checkpoints / FOLDER
     recorded = read_record(folder)
     if not recorded:
+        require_own_steps(run.home, run.record)
         raise ResourceError(
             f"no step of stage '{stage}' of this run can be replayed: none was recorded"
             + (

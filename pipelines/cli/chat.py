@@ -19,7 +19,7 @@ EPILOG = (
     "Examples:\n\n"
     "  posttrain chat 3f2a9c\n\n"
     "  posttrain chat 3f2a9c/sft --compare base --prompt '12 + 30 = ?'\n\n"
-    "  posttrain chat models:/quickstart@champion --system 'Be brief.' --temperature 0\n\n"
+    "  posttrain chat models:/quickstart@candidate --system 'Be brief.' --temperature 0\n\n"
     "  printf 'Hello\\nAnd now?\\n' | posttrain chat ./my-model\n\n"
     "In the chat: /reset, /system TEXT, /save FILE (a row of messages, which `posttrain data show` "
     "and sft stages read), /help, /quit. Each line that is piped in is a turn; --prompt - reads "

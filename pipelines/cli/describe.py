@@ -12,8 +12,24 @@ from pydantic_core import PydanticUndefined
 
 from posttrain.core.config.base import Component
 from posttrain.core.config.json_schema import plugin_kind
+from posttrain.core.config.preference_stages import PreferenceComponent
+from posttrain.core.config.rl_stage import LossTermComponent, RewardComponent
+from posttrain.core.config.sections import EnvironmentComponent
 
 BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+COMPONENTS: dict[str, type[Component]] = {
+    "environment": EnvironmentComponent,
+    "policy_loss": LossTermComponent,
+    "preference_loss": PreferenceComponent,
+    "reward": RewardComponent,
+}
+"""Kinds of plugins that a config gives fields of its own, next to the plugin's."""
+
+
+def fields_in_config(kind: str) -> list[dict[str, Any]]:
+    """The fields that every plugin of this kind has in a config, next to its own."""
+    fields = fields_of(COMPONENTS[kind]) if kind in COMPONENTS else []
+    return [field for field in fields if field["name"] != "name"]
 
 
 def fields_of(model: type[BaseModel]) -> list[dict[str, Any]]:

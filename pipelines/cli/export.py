@@ -15,7 +15,7 @@ EPILOG = (
     "Examples:\n\n"
     "  posttrain export 3f2a9c ./my-model\n\n"
     "  posttrain export 3f2a9c/sft ./adapter --adapter\n\n"
-    "  posttrain export models:/quickstart@champion ./gguf --gguf f16 --gguf q8_0\n\n"
+    "  posttrain export models:/quickstart@candidate ./gguf --gguf f16 --gguf q8_0\n\n"
     "  HF_TOKEN=... posttrain export 3f2a9c ./my-model --hub me/my-model --license apache-2.0\n\n"
     "README.md in the folder is the model card: base model, training, data, results with their "
     "intervals, licences, config. Without --adapter a LoRA model is exported merged. --gguf is for "

@@ -116,6 +116,10 @@ def show(
             context.say(field_line(field))
         if not detail["fields"]:
             context.say("  it has no fields")
+        if detail["in_config"]:
+            context.say("\nin a config also:")
+        for field in detail["in_config"]:
+            context.say(field_line(field))
         if detail["expands_to"] is not None:
             import yaml
 
@@ -130,7 +134,7 @@ def show(
 def describe(entry: PluginEntry, manager: PluginManager) -> dict[str, Any]:
     """All that `show` prints of one plugin. Any: it goes to JSON as it is."""
     from posttrain.core.config.presets import axes_of
-    from posttrain.pipelines.cli.describe import fields_of
+    from posttrain.pipelines.cli.describe import fields_in_config, fields_of
 
     fields = fields_of(entry.cls.Config)
     expands, axes = None, []
@@ -142,6 +146,7 @@ def describe(entry: PluginEntry, manager: PluginManager) -> dict[str, Any]:
         "doc": inspect.getdoc(entry.cls) or "",
         "source": inspect.getsourcefile(entry.cls) or "unknown",
         "fields": fields,
+        "in_config": fields_in_config(entry.kind),
         "expands_to": expands,
         "axes": axes,
     }

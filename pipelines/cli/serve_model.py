@@ -21,7 +21,7 @@ EPILOG = (
     "Examples:\n\n"
     "  posttrain serve-model 3f2a9c\n\n"
     "  posttrain serve-model 3f2a9c/sft --engine builtin --port 8001 --name my-model\n\n"
-    "  POSTTRAIN_API_KEY=... posttrain serve-model models:/quickstart@champion --host 0.0.0.0\n\n"
+    "  POSTTRAIN_API_KEY=... posttrain serve-model models:/quickstart@candidate --host 0.0.0.0\n\n"
     "Routes: /v1/models, /v1/chat/completions, /v1/completions (both stream), /health. auto is "
     "vLLM where it is installed, else the built-in engine, which answers one request at a time. "
     "The command that starts vLLM by hand is printed. Another host than 127.0.0.1 needs a key. "

@@ -15,7 +15,7 @@ from posttrain.pipelines.cli.reports import result_of
 EPILOG = (
     "Examples:\n\n"
     "  posttrain verify 3f2a9c\n\n"
-    "  posttrain verify models:/quickstart@champion --steps 6 --json\n\n"
+    "  posttrain verify models:/quickstart@candidate --steps 6 --json\n\n"
     "  posttrain verify 3f2a9c/sft --steps 0        digests only\n\n"
     "  posttrain verify ./my-model                  a folder that `posttrain export` wrote\n\n"
     "Weights, settings, data, plugins and code are compared by digest back to the base model, and "

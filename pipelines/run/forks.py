@@ -12,7 +12,7 @@ from posttrain.core.config.fork_section import ForkSection, StepStage
 from posttrain.core.config.loading import load_config
 from posttrain.core.config.rl_stage import CriticSection, ImplicitPrmSection, RlStage
 from posttrain.core.errors import ConfigError, ResourceError
-from posttrain.core.store.run_record import RunRecord, runs_of
+from posttrain.core.store.run_record import RunRecord, require_own_steps, runs_of
 
 if TYPE_CHECKING:
     from posttrain.core.config.schema import RunConfig
@@ -174,6 +174,8 @@ def nearest_checkpoint(parent: Parent, home: Path) -> Path:
 
     fork = parent.fork
     found = starting_points(checkpoint_folder(home, fork.name, fork.identity))
+    if not found:
+        require_own_steps(home, parent.record)
     damaged = []
     for folder in found:
         if step_of(folder) <= fork.step:

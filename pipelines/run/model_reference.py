@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 ADAPTER_FILE = "adapter_config.json"
 MODELS = ("model", "reward_model")
+_SERVER = "MLFLOW_TRACKING_URI"
 FORMS = (
     "a folder, a hub's id such as HuggingFaceTB/SmolLM2-135M-Instruct, models:/NAME@ALIAS, "
     "models:/NAME/VERSION, the id of a run (RUN) or RUN/STAGE"
@@ -87,11 +88,17 @@ def context_length(folder: Path, most: int) -> int:
 
 def tracking_uri(home: Path) -> str | None:
     """Where MLflow's data are; None where there is no database in this home yet."""
-    given = os.environ.get("MLFLOW_TRACKING_URI")
-    if given:
-        return given
-    database = home.resolve() / "mlflow" / "mlflow.db"
-    return f"sqlite:///{database}" if database.is_file() else None
+    own = _database(home)
+    return run_tracking_uri(home) if os.environ.get(_SERVER) or own.is_file() else None
+
+
+def run_tracking_uri(home: Path) -> str:
+    """Where a run in this home puts MLflow's data."""
+    return os.environ.get(_SERVER) or f"sqlite:///{_database(home)}"
+
+
+def _database(home: Path) -> Path:
+    return home.resolve() / "mlflow" / "mlflow.db"
 
 
 def find_model(
@@ -297,6 +304,11 @@ class _Search:
                     f"'{self.given}': what stage '{lost}' of run {short} made is gone from "
                     f"{urls.shown(self.store)} or damaged: the same `posttrain run` command "
                     f"computes it again, and RUN/STAGE names an earlier model ({listed})"
+                )
+            if not models and all(made.values()):
+                raise ConfigError(
+                    f"'{self.given}': run {short} made no model: the stages that it began are "
+                    f"done, and none makes one ({list(made)})"
                 )
             if not models:
                 raise ResourceError(

@@ -262,7 +262,12 @@ class Pipeline:
         digests = {role: artifact.digest for role, artifact in inputs.items()}
         digests |= outside_digests_of(stage, self.rows_digest)
         parts = parts_of_stage(
-            self.resolved, name, digests, self.engines.name, self.task.fingerprint()
+            self.resolved,
+            name,
+            digests,
+            self.engines.name,
+            self.task.fingerprint(),
+            self.tracker.uri,
         )
         identity = identity_of(parts)
         self.record.stage(name, identity)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from posttrain.core.redaction import address, redacted_tree
 from posttrain.core.store.approval import Answer, read_answer
 from posttrain.core.store.artifacts import NEVER, Artifact, ArtifactStore, StageResult
 from posttrain.core.store.identity import Reason, explain, identity_of, outside_digests, stage_parts
-from posttrain.pipelines.run.model_reference import tracking_uri
+from posttrain.pipelines.run.model_reference import run_tracking_uri, tracking_uri
 from posttrain.pipelines.stage.engines import choose_engine
 from posttrain.pipelines.stage.outside import champion_input, no_longer_true, outside_digests_of
 
@@ -38,7 +37,9 @@ def parts_of_stage(
     input_digests: Mapping[str, str],
     engine: str,
     task_fingerprint: str,
+    registry: str = "",
 ) -> dict[str, str]:
+    """What a stage's identity is the hash of; `registry` is where MLflow's data are."""
     config = redacted_tree(resolved.config.model_dump(mode="json"))
     dtype = choose_dtype(resolved.config.model)  # what `auto` is here decides results
     config["model"]["dtype"] = str(dtype).removeprefix("torch.")
@@ -61,10 +62,9 @@ def parts_of_stage(
         task_fingerprint if stage.reads_task_data() else "",
         {field: outside[f"stages.{name}.{field}"] for field in paths},
     )
-    server = os.environ.get("MLFLOW_TRACKING_URI")
-    if server and config["stages"][name]["kind"] == "register":
+    if registry and config["stages"][name]["kind"] == "register":
         parts["mlflow"] = json.dumps(
-            address(server)
+            address(registry)
         )  # what is registered on one server is not on another
     return parts
 
@@ -103,7 +103,7 @@ def _plan(
     task: Task[Any] = manager.task(config.task)
     fingerprint = task.fingerprint()
     base = known_digest(config.model, home / "models")
-    uri = tracking_uri(home)
+    uri, registry = tracking_uri(home), run_tracking_uri(home)
     done: dict[str, StageResult] = {}
     plans: list[StagePlan] = []
     for name in resolved.order:
@@ -113,7 +113,7 @@ def _plan(
             inputs |= champion_input(uri, stage)
         digests = {role: artifact.digest for role, artifact in inputs.items()}
         digests |= outside_digests_of(stage, rows_digest)
-        parts = parts_of_stage(resolved, name, digests, engine, fingerprint)
+        parts = parts_of_stage(resolved, name, digests, engine, fingerprint, registry)
         if waits_for:
             plans.append(StagePlan(name, False, _until(store, name, stage, parts, waits_for)))
             continue

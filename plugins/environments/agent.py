@@ -142,12 +142,14 @@ class AgentEnvironment(PlayedEnvironment[AgentConfig]):
         }
 
     def _outcome(self, ended: Ended) -> Outcome:
+        paid = self.config.on_failure
+        counts = {} if paid is None else {"metric/program_failed": float(bool(ended.why))}
         if not ended.why:
-            return Outcome(reward=reward_in(ended.output))
+            return Outcome(reward=reward_in(ended.output), counts=counts)
         if ended.errors:
             logger.debug("a program ended with: %s", ended.errors)
-        if self.config.on_failure is not None:
-            return Outcome(reward=self.config.on_failure, counts={"program_failed": 1.0})
+        if paid is not None:
+            return Outcome(reward=paid, counts=counts)
         return Outcome(failed=ended.why)
 
 

@@ -126,8 +126,7 @@ class McpEnvironment(LiveEnvironment[McpConfig]):
             omitted += parts
             results.append(result)
         messages, counts = answered(said, results, self.config.max_result_chars)
-        if omitted:
-            counts["omitted"] = float(omitted)
+        counts["metric/omitted"] = float(omitted)
         return Observation("", False, state, counts, messages)
 
     async def close(self, state: object) -> None:

@@ -390,7 +390,9 @@ def test_a_program_that_fails_is_a_failed_episode_or_has_the_reward_of_one(
     assert row.failed == "the program ended with exit code 1: no KEY"
     assert (row.reward, len(row.turn_ends)) == (None, 2)
     (row,) = rows_of(engine, agent(tmp_path, "sys.exit(1)", on_failure=-1.0))
-    assert (row.reward, row.failed) == (-1.0, "")
+    assert (row.reward, row.failed, row.counts["metric/program_failed"]) == (-1.0, "", 1.0)
+    (row,) = rows_of(engine, agent(tmp_path, "", on_failure=-1.0))
+    assert row.counts["metric/program_failed"] == 0.0
 
 
 @pytest.mark.parametrize("how", ["kill", "hang"])

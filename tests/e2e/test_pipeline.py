@@ -328,6 +328,14 @@ def test_the_same_command_again_reuses_every_stage(workspace: Path, first: Finis
         )
 
 
+def test_the_plan_of_a_finished_run_has_nothing_to_compute(
+    workspace: Path, first: Finished
+) -> None:
+    home = str(workspace / "home")
+    plan = run_loaded("plan", str(workspace / "run.yaml"), "--home", home, "--json")
+    assert {row["stage"]: row["reason"] for row in plan.result["stages"] if not row["cached"]} == {}
+
+
 def test_a_changed_kl_coefficient_reruns_rl_and_what_follows_only(
     workspace: Path, first: Finished
 ) -> None:

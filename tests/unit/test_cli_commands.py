@@ -91,6 +91,7 @@ def test_plugins_are_listed_by_kind_with_their_package() -> None:
 def test_a_plugin_shows_fields_constraints_source_and_an_algorithm_its_expansion() -> None:
     shown, _ = invoke("plugins", "show", "ppo_clip")
     assert "clip_low (float, default 0.2" in shown and "ppo_clip.py" in shown
+    assert "in a config also:\n  coef (" in shown
     shown, _ = invoke("plugins", "show", "grpo")
     assert "advantage 'grpo'" in shown and "algorithm 'grpo'" in shown  # both kinds
     assert "policy_loss:\n  name: ppo_clip" in shown

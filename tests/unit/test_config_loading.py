@@ -72,7 +72,11 @@ def test_an_override_of_an_aliased_value_changes_one_place(tmp_path: Path) -> No
         ("modle: {}", "modle", "did you mean 'model'?"),
         ("limits: {num_thread: 2}", "limits.num_thread", "did you mean 'num_threads'?"),
         ("seed: ten", "seed", "must be a valid integer"),
-        ("evaluation: 3", "evaluation", "must be a mapping of fields, got 3"),
+        (
+            "evaluation: 3",
+            "evaluation",
+            "must be a mapping of fields, such as {num_problems: ...}, got 3",
+        ),
         ("engine: {x: 1}", "engine", "must be 'auto' or the name of a rollout engine"),
         ("limits: {min_free_gb: -1}", "limits.min_free_gb", "greater than or equal to 0 (got -1)"),
     ],

@@ -80,6 +80,12 @@ def test_marked_configs_and_stages_fit_the_schema(page: Path, schema: dict[str, 
                 assert errors == [], f"{page.name}: {name}: {errors[0].message}"
 
 
+def test_the_table_of_rewards_has_each_built_in_one(manager: PluginManager) -> None:
+    page = (REPO / "docs" / "rewards.md").read_text("utf-8")
+    ours = {entry.name for entry in manager.entries("reward") if entry.package == "posttrain"}
+    assert ours == set(re.findall(r"^\| `(\w+)` \|.*\| (?:host|worker) \|", page, re.MULTILINE))
+
+
 @pytest.mark.skipif(
     importlib.util.find_spec("mkdocs") is None,
     reason="mkdocs is not installed: pip install 'posttrain[docs]'",

@@ -208,4 +208,8 @@ def test_what_needs_more_than_the_dump_has_is_refused(home: Path, tmp_path: Path
     other = command(home, *given)
     said = command(home, "rescore", other["run_id"], "--reward", "accuracy", code=2)["error"]
     assert "compares with the answers of problems" in said
-    assert command(home, "replay", run["run_id"], "--step", "5", code=4)["error"]
+    for tool in ("replay", "fork"):
+        said = command(home, tool, run["run_id"], "--step", "5", code=4)["error"]
+        assert "was imported from another trainer's dump" in said
+    said = command(home, "verify", run["run_id"], code=2)["error"]
+    assert "none makes one (['rl'])" in said
