@@ -46,7 +46,7 @@ from posttrain.core.models.source import obtain  # noqa: E402
 from posttrain.core.models.stream_attention import use_stream_attention  # noqa: E402
 from posttrain.core.plugin_manager import PluginManager  # noqa: E402
 from posttrain.core.runtime.heap import keep_freed_memory, trim_heap  # noqa: E402
-from posttrain.core.training.forward import check_passes
+from posttrain.core.training.forward import check_passes  # noqa: E402
 from posttrain.core.training.learner import Learner  # noqa: E402
 from posttrain.core.training.objective import LossTerm, Objective  # noqa: E402
 from posttrain.core.training.optim import MasterOptimizer  # noqa: E402
