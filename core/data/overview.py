@@ -106,7 +106,9 @@ def taken_for(row: JsonRow, source: str) -> Taken:
             ) from error
         answer = next((name for name in ANSWERS if name in names), None)
         config = RowConfig.model_validate(_fields(row, question, answer))
-        also = f" and {answer}" if answer else " and no answer"
+        others = ", ".join(sorted(names - {question}))
+        ask = f" (of {others}, one may be: name it as task.answer_field)" if others else ""
+        also = f" and {answer}" if answer else f" and no answer{ask}"
         return _prompts(config, row, source, f"it has {question}{also}")
     columns = " and ".join(sorted("/".join(sorted(need & names)) for need in form.needs))
     use = _stage("sft", source)

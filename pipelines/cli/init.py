@@ -177,9 +177,12 @@ class _Questions:
 
     def reward(self, named: str) -> dict[str, object]:
         if not named:
+            from posttrain.core.data.overview import ANSWERS
+
             raise ConfigError(
-                "the rows have no answers, so name a reward that needs none, such as llm_judge or "
-                "one of your own: --reward NAME (posttrain plugins list --kind reward)"
+                "the rows have none of the fields that usually hold answers "
+                f"({', '.join(ANSWERS)}): rename yours to one of them, or name a reward that needs no answer, such as "
+                "llm_judge or one of your own: --reward NAME (posttrain plugins list --kind reward)"
             )
         return self.spec("--reward", "reward", named)
 

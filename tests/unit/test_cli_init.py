@@ -119,7 +119,12 @@ def test_a_config_that_is_there_is_replaced_only_when_that_is_wanted(folder: Pat
     [
         ("chats", ["--method", "rl"], 2, "holds messages (it has messages), which is data for sft"),
         ("pairs", ["--method", "sft"], 2, "which is data for dpo, not for sft"),
-        ("prompts", [], 2, "the rows have no answers, so name a reward that needs none"),
+        (
+            "prompts",
+            [],
+            2,
+            "hold answers (answer, solution, ground_truth, final_answer, target): rename yours",
+        ),
         ("problems", ["--method", "dpo", "--reward", "accuracy"], 2, "--reward goes with"),
         ("problems", ["--length", "longer"], 2, "did you mean 'long'?"),
         (None, ["--data", "arithmetics"], 2, "did you mean 'arithmetic'?"),

@@ -100,6 +100,13 @@ def test_every_format_is_recognised_by_its_columns(
     assert found["use"].startswith(name)
 
 
+def test_fields_that_may_be_the_answer_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"question": "2 + 2?", "result": 4, "how": "so"}) + "\n")
+    text, _ = show(tmp_path, str(path))
+    assert "no answer (of how, result, one may be: name it as task.answer_field)" in text
+
+
 def test_lengths_duplicates_and_problems_are_reported_by_row(tmp_path: Path) -> None:
     rows = [{"prompt": f"{i} + 1?", "answer": i + 1} for i in range(50)]
     rows[7] = {"prompt": "5 + 1?", "answer": 6}
