@@ -181,8 +181,9 @@ class _Questions:
 
             raise ConfigError(
                 "the rows have none of the fields that usually hold answers "
-                f"({', '.join(ANSWERS)}): rename yours to one of them, or name a reward that needs no answer, such as "
-                "llm_judge or one of your own: --reward NAME (posttrain plugins list --kind reward)"
+                f"({', '.join(ANSWERS)}): rename yours to one of them, or name a reward that needs "
+                "no answer, such as llm_judge or one of your own: --reward NAME (posttrain plugins "
+                "list --kind reward)"
             )
         return self.spec("--reward", "reward", named)
 
