@@ -82,9 +82,8 @@ class RewardShaping:
         if self._whitening == "none":
             return batch, metrics
         rewards, scored = batch.column("rewards"), batch.column("scored").bool()
-        firsts = batch.first_branches()  # an episode counts once, however many branches it has
-        once = scored if firsts is None else scored & (firsts == torch.arange(len(batch)))
-        self._measure(rewards[once].double())
+        # An episode counts once, however many branches it has.
+        self._measure(rewards[scored & batch.leads()].double())
         white = masked(self.rescaled(rewards), scored).float()
         metrics["reward/whiten_std"] = 1.0 / self._scale
         return (
