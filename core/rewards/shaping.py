@@ -41,19 +41,23 @@ def place_on_last_token(rewards: Tensor, response_mask: Tensor) -> Tensor:
 def filter_overlong(
     batch: RolloutBatch, rule: OverlongFilter
 ) -> tuple[RolloutBatch, dict[str, float]]:
-    """`batch` without loss on rows that the length limit cut, and the share of such rows.
+    """`batch` without loss on responses that the length limit cut, and the share of these.
 
     `mask` empties their mask and leaves their reward in the statistics of their group; `exclude`
-    takes them out of these too. Source: DAPO, arXiv:2503.14476, section 3.4 (overlong filtering).
+    takes them out of these too. An episode of several branches is cut where its last call was,
+    which is in the first row, and then all of it is left out.
+    Source: DAPO, arXiv:2503.14476, section 3.4 (overlong filtering).
     """
     if rule == "none":
         return batch, {}
-    kept = ~batch.truncated.bool()
+    kept, leads, firsts = ~batch.truncated.bool(), batch.leads(), batch.first_branches()
+    if firsts is not None:
+        kept = kept[firsts]
     mask = masked(batch.mask, kept[:, None].expand(batch.mask.shape))
     filtered = batch.with_columns(mask=mask)
     if rule == "exclude":
         filtered = filtered.with_columns(scored=batch.column("scored").bool() & kept)
-    return filtered, {"reward/overlong_filtered_frac": 1.0 - float(kept.double().mean())}
+    return filtered, {"reward/overlong_filtered_frac": 1.0 - float(kept[leads].double().mean())}
 
 
 class RewardShaping:

@@ -51,6 +51,21 @@ def test_a_truncated_response_takes_no_loss_and_stays_in_its_group_as_told(
     assert filter_overlong(batch, "none")[0] is batch
 
 
+@pytest.mark.parametrize(("rule", "in_statistics"), [("mask", True), ("exclude", False)])
+def test_of_an_episode_all_branches_are_left_out_where_its_last_call_was_cut(
+    rule: str, in_statistics: bool
+) -> None:
+    """The second episode's last call is in its first row; the third had a call cut before that."""
+    truncated = [False, True, False, False, True]
+    batch = scored_batch([1.0] * 5, truncated, [True] * 5)
+    batch = batch.with_columns(episode_id=torch.tensor([0, 1, 1, 2, 2]))
+    found, metrics = filter_overlong(batch, rule)  # type: ignore[arg-type]
+    assert found.mask.sum(dim=1).tolist() == [1, 0, 0, 4, 5]
+    kept = in_statistics
+    assert found.column("scored").tolist() == [True, kept, kept, True, True]
+    assert metrics == {"reward/overlong_filtered_frac": pytest.approx(1 / 3)}
+
+
 def test_whitening_the_batch_looks_at_scored_rows_only() -> None:
     batch = scored_batch([1.0, 3.0, 50.0, 5.0], [False] * 4, [True, True, False, True])
     found, metrics = RewardShaping(whitening="batch").apply(batch)
