@@ -261,6 +261,11 @@ class RolloutBatch:
             firsts.setdefault(episode, row)
         return torch.tensor([firsts[episode] for episode in ids], dtype=torch.int64)
 
+    def leads(self) -> Tensor:
+        """Whether a row is the first of its episode [B]: what is of an episode is counted there."""
+        firsts, rows = self.first_branches(), torch.arange(len(self))
+        return torch.ones_like(rows, dtype=torch.bool) if firsts is None else firsts == rows
+
     def groups(self) -> Iterator[Tensor]:
         """Row indices [G] of each group, in order of first appearance."""
         ids = self.group_id.tolist()

@@ -20,7 +20,7 @@ from posttrain.core.config.sections import (
     OptimizerSection,
 )
 from posttrain.core.config.teaching_checks import ADD_ONE, TeachingCheck
-from posttrain.core.contracts import REWARD_COLUMNS, TEACHER_COLUMNS
+from posttrain.core.contracts import REWARD_COLUMNS, TEACHER_COLUMNS, PlayedEnvironment
 
 if TYPE_CHECKING:
     from posttrain.core.plugin_manager import PluginManager
@@ -184,7 +184,7 @@ class _Check:
     def __init__(
         self, name: str, stage: RlStage, loaded: LoadedConfig, manager: PluginManager
     ) -> None:
-        self.name, self.stage, self.loaded = name, stage, loaded
+        self.name, self.stage, self.loaded, self.manager = name, stage, loaded, manager
 
         def build(kind: str, component: Component) -> Any:  # Any: a plugin of whatever kind
             config = manager.config(kind, component.name, component.fields())
@@ -307,6 +307,13 @@ class _Check:
         """Columns that the estimator misses, and groups too small for it."""
         who = f"advantage '{self.estimator.name}'"
         yield from self.missing("advantage", who, self.estimator.required_columns())
+        if not self.estimator.takes_branches and self._may_branch():
+            yield self.line(
+                "advantage",
+                f"{who} compares tokens at one position of each response, and a program's episode "
+                "may have branches, with several tokens there; use another advantage such as "
+                "'grpo', or another environment",
+            )
         in_reward = self.stage.kl.place == "reward" and self.controller_coefficient() > 0
         if in_reward and not self.estimator.reads_token_rewards():
             yield self.line(
@@ -340,6 +347,13 @@ class _Check:
                 f"compare; use num_generations: {smallest} or more, or an advantage for single "
                 "responses such as 'reinforce_baseline'",
             )
+
+    def _may_branch(self) -> bool:
+        """Whether an episode may be several rows."""
+        used = self.stage.environment
+        if used is None:
+            return False
+        return issubclass(self.manager.find("environment", used.name).cls, PlayedEnvironment)
 
     def rewards(self) -> Iterable[str]:
         """Labels that occur twice, and rewards that change nothing in the update."""

@@ -65,6 +65,9 @@ class DistillStage(RlStage):
         if not self.learns_from_record:
             return {}
         candidates = {"name": "gkd", "support": "topk", "of": "teacher"}
+        given = {} if self.distillation is None else self.distillation.fields()
+        if given.get("support", "topk") != "topk":
+            del candidates["of"]  # it is of that support alone
         return {"on_policy_share": 0.0, "distillation": candidates}
 
     def outside_paths(self) -> dict[str, str]:

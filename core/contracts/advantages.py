@@ -45,6 +45,9 @@ class AdvantageEstimator(StatefulPlugin[ConfigT]):
     needs: ClassVar[frozenset[str]] = frozenset({"token_rewards", "scored"})
     is_zero: ClassVar[bool] = False
     """It is 0 on purpose, whatever the rewards are."""
+    takes_branches: ClassVar[bool] = True
+    """Rows that are branches of one episode may come. False: a stage whose environment is a
+    program that plays its episodes, which may branch, is refused."""
 
     def required_columns(self) -> frozenset[str]:
         """Columns of the batch that `estimate` reads; `needs`, and more if the config asks."""
@@ -131,20 +134,23 @@ class TokenAdvantage(AdvantageEstimator[AdvantageConfigT]):
         dtype = batch.column("token_rewards").dtype
         returns = found.returns
         return Advantages(
-            masked(self.whitened(found.advantages, taken).to(dtype), taken),
+            masked(self.whitened(found.advantages, taken, batch.first_branches()).to(dtype), taken),
             returns=None if returns is None else masked(returns.to(dtype), taken),
             metrics=found.metrics,
         )
 
-    def whitened(self, tokens: Tensor, taken: Tensor) -> Tensor:
-        """`tokens` [B, T] shifted and scaled over those `taken` [B, T], as `whiten` says."""
+    def whitened(self, tokens: Tensor, taken: Tensor, firsts: Tensor | None) -> Tensor:
+        """`tokens` [B, T] shifted and scaled over those `taken` [B, T], as `whiten` says.
+
+        `firsts` [B] is the first row of each row's episode, None where every row is an episode.
+        """
         config, eps = self.config, self.config.whiten_eps
         if config.whiten == "tokens":
             floor = 1e-8 if eps is None else eps
             return whiten_tokens(tokens, taken, ddof=config.whiten_ddof, eps=floor)
         if config.whiten == "sequences":
             added = 1e-4 if eps is None else eps
-            return whiten_row_means(tokens, taken, ddof=config.whiten_ddof, eps=added)
+            return whiten_row_means(tokens, taken, firsts, ddof=config.whiten_ddof, eps=added)
         return tokens
 
 
@@ -168,7 +174,7 @@ class RowAdvantage(TokenAdvantage[AdvantageConfigT]):
         """
         firsts, scored = batch.first_branches(), batch.column("scored").bool()
         if firsts is not None:
-            scored = scored & (firsts == torch.arange(len(batch)))
+            scored = scored & batch.leads()
             batch = batch.with_columns(scored=scored)
         rows, metrics = self.row_advantages(batch)
         if whitened:
@@ -185,8 +191,9 @@ class RowAdvantage(TokenAdvantage[AdvantageConfigT]):
         rows, metrics = self.episode_advantages(batch, whitened=by_rows)
         return Advantages(self.per_token(rows, batch), metrics=metrics)
 
-    def whitened(self, tokens: Tensor, taken: Tensor) -> Tensor:
-        return tokens if self.config.whiten == "sequences" else super().whitened(tokens, taken)
+    def whitened(self, tokens: Tensor, taken: Tensor, firsts: Tensor | None) -> Tensor:
+        by_rows = self.config.whiten == "sequences"
+        return tokens if by_rows else super().whitened(tokens, taken, firsts)
 
 
 class ComparisonConfig(AdvantageConfig):
@@ -350,9 +357,9 @@ class TurnAdvantage(GroupAdvantage[TurnConfigT]):
         metrics["adv/turn_groups_lt_4"] = float(sum(size < 4 for size in sizes))
         return Advantages(self.over_tree(tokens, batch), metrics=metrics)
 
-    def whitened(self, tokens: Tensor, taken: Tensor) -> Tensor:
+    def whitened(self, tokens: Tensor, taken: Tensor, firsts: Tensor | None) -> Tensor:
         """Of tokens or of rows' means: a row has more than one advantage."""
-        return TokenAdvantage.whitened(self, tokens, taken)
+        return TokenAdvantage.whitened(self, tokens, taken, firsts)
 
     def scores(self, values: Tensor) -> Tensor:
         """Deviations of `values` [G] from their mean, in standard deviations unless turned off."""

@@ -16,6 +16,7 @@ from posttrain.core.math.splits import text_key
 from posttrain.core.runtime.json_files import JsonRow
 from posttrain.core.types import Problem
 
+NEAR = 8  # tokens without a character of their own that a text may begin with
 EXAMPLE = '{"prompt": "...", "completions": ["first step", "second"], "labels": [true, false]}'
 
 
@@ -65,6 +66,26 @@ def ending_token(ids: Sequence[int], end: int, tokenizer: ChatTokenizer) -> int 
 
     count = bisect_left(range(len(ids) + 1), end, key=reached)
     return count - 1 if 0 < count <= len(ids) else None
+
+
+def last_turn(ids: Sequence[int], text: str, tokenizer: ChatTokenizer) -> int | None:
+    """Where the last tokens of `ids` begin that decode to `text`, the last turn; None: nowhere.
+
+    By bisection, as suffixes are longer the earlier they begin. Replacement characters at a
+    suffix's beginning stand for a character of which some bytes are missing: not counted.
+    """
+
+    def decoded(count: int) -> str:
+        return tokenizer.decode_response(ids[len(ids) - count :])
+
+    def reached(count: int) -> int:
+        return len(decoded(count).lstrip("\ufffd"))
+
+    if decoded(len(ids)) == text:
+        return 0
+    first = bisect_left(range(len(ids) + 1), len(text.lstrip("\ufffd")), key=reached)
+    near = range(first, min(first + NEAR, len(ids)) + 1)
+    return next((len(ids) - count for count in near if decoded(count) == text), None)
 
 
 def step_places(

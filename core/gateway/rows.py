@@ -70,6 +70,10 @@ def _response(
         return None  # others have all of it
     taken.update(own)
     place = {node: index for index, node in enumerate(path)}
+    rewards: dict[int, float] = {}  # of calls with the same answer, which are one turn, the sum
+    for call in calls:
+        if call.reward is not None and call.end in place:
+            rewards[place[call.end]] = rewards.get(place[call.end], 0.0) + call.reward
     turns = sorted(
         {place[call.end]: call for call in calls if call.end in place}.items(), key=lambda t: t[0]
     )
@@ -95,7 +99,7 @@ def _response(
         elsewhere=tuple(elsewhere) if any(elsewhere) else (),
         counts=dict(ending.counts),
         turn_ends=tuple(end - first for end, _ in turns),
-        turn_rewards=tuple(call.reward for _, call in turns),
+        turn_rewards=tuple(rewards.get(end) for end, _ in turns),
         state_keys=tuple(keys),
         reward=ending.reward,
         failed=ending.failed,

@@ -80,17 +80,28 @@ def whiten_rows(values: Tensor, scored: Tensor, *, ddof: int = 1, eps: float = 1
     return masked(deviation, scored)
 
 
-def whiten_row_means(values: Tensor, mask: Tensor, *, ddof: int = 1, eps: float = 1e-4) -> Tensor:
+def whiten_row_means(
+    values: Tensor,
+    mask: Tensor,
+    firsts: Tensor | None = None,
+    *,
+    ddof: int = 1,
+    eps: float = 1e-4,
+) -> Tensor:
     """(A - mean) / (std + eps) of `values` [B, T], float64; 0 where `mask` is 0.
 
     Mean and deviation are those of the rows' own means, so every response weighs the same; rows
-    without a token are not counted. Where a row is constant this is `whiten_rows`.
+    without a token are not counted. Where a row is constant this is `whiten_rows`. Rows with one
+    number in `firsts` [B] are branches of one episode, which has one mean.
     """
-    lengths = mask.double().sum(dim=1)
+    lengths, sums = mask.double().sum(dim=1), row_sums(values, mask)
+    if firsts is not None:
+        lengths = torch.zeros_like(lengths).index_add(0, firsts, lengths)
+        sums = torch.zeros_like(sums).index_add(0, firsts, sums)
     filled = lengths > 0
     if not filled.any():
         return torch.zeros_like(values, dtype=torch.float64)
-    kept = row_sums(values, mask)[filled] / lengths[filled]
+    kept = sums[filled] / lengths[filled]
     deviation = values.double() - kept.mean()
     if kept.numel() > max(1, ddof):
         deviation = deviation / (kept.std(correction=ddof) + eps)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import KlEstimator
-from posttrain.core.data.steps import ending_token
+from posttrain.core.data.steps import ending_token, last_turn
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.math.masking import masked, row_sums
 from posttrain.core.math.shaping import RunningMoments
@@ -41,19 +42,23 @@ def place_on_last_token(rewards: Tensor, response_mask: Tensor) -> Tensor:
 def filter_overlong(
     batch: RolloutBatch, rule: OverlongFilter
 ) -> tuple[RolloutBatch, dict[str, float]]:
-    """`batch` without loss on rows that the length limit cut, and the share of such rows.
+    """`batch` without loss on responses that the length limit cut, and the share of these.
 
     `mask` empties their mask and leaves their reward in the statistics of their group; `exclude`
-    takes them out of these too. Source: DAPO, arXiv:2503.14476, section 3.4 (overlong filtering).
+    takes them out of these too. An episode of several branches is cut where its last call was,
+    which is in the first row, and then all of it is left out.
+    Source: DAPO, arXiv:2503.14476, section 3.4 (overlong filtering).
     """
     if rule == "none":
         return batch, {}
-    kept = ~batch.truncated.bool()
+    kept, leads, firsts = ~batch.truncated.bool(), batch.leads(), batch.first_branches()
+    if firsts is not None:
+        kept = kept[firsts]
     mask = masked(batch.mask, kept[:, None].expand(batch.mask.shape))
     filtered = batch.with_columns(mask=mask)
     if rule == "exclude":
         filtered = filtered.with_columns(scored=batch.column("scored").bool() & kept)
-    return filtered, {"reward/overlong_filtered_frac": 1.0 - float(kept.double().mean())}
+    return filtered, {"reward/overlong_filtered_frac": 1.0 - float(kept[leads].double().mean())}
 
 
 class RewardShaping:
@@ -82,9 +87,8 @@ class RewardShaping:
         if self._whitening == "none":
             return batch, metrics
         rewards, scored = batch.column("rewards"), batch.column("scored").bool()
-        firsts = batch.first_branches()  # an episode counts once, however many branches it has
-        once = scored if firsts is None else scored & (firsts == torch.arange(len(batch)))
-        self._measure(rewards[once].double())
+        # An episode counts once, however many branches it has.
+        self._measure(rewards[scored & batch.leads()].double())
         white = masked(self.rescaled(rewards), scored).float()
         metrics["reward/whiten_std"] = 1.0 / self._scale
         return (
@@ -157,7 +161,8 @@ def fill_steps(
     """`batch` with `step_end` [B, S] (-1 = none) and `step_score` [B, S] (0 = none).
 
     A step ends at the first sampled token after which the decoded text reaches the step's last
-    character. Of a response of several turns the text, and so the steps, are those of the last.
+    character. Of a response of several turns the text, and so the steps, are those of the last. A
+    step whose last token an earlier branch of the episode has is not one of this row.
     """
     num_steps = max([1, *(len(score.steps) for score in scores)])
     ends = torch.full((len(batch), num_steps), -1, dtype=torch.int64)
@@ -165,12 +170,25 @@ def fill_steps(
     for row, score in enumerate(scores):
         if not score.steps:
             continue
-        columns = batch.response_mask[row].nonzero().squeeze(1).tolist()
-        breaks = [n for n in range(1, len(columns)) if columns[n] > columns[n - 1] + 1]
-        columns = columns[breaks[-1] :] if breaks else columns
-        ids = batch.response_ids[row][columns].tolist()
+        turn = _last_turn(batch, row, tokenizer)
+        ids = batch.response_ids[row, turn.start : turn.stop].tolist()
         for index, step in enumerate(score.steps):
             found = ending_token(ids, step.end, tokenizer)
-            if found is not None:
-                ends[row, index], values[row, index] = columns[found], step.correct
+            if found is not None and batch.response_mask[row, turn.start + found]:
+                ends[row, index], values[row, index] = turn.start + found, step.correct
     return batch.with_columns(step_end=ends, step_score=values)
+
+
+def _last_turn(batch: RolloutBatch, row: int, tokenizer: ChatTokenizer) -> range:
+    """The columns of the last turn, those included whose tokens an earlier branch has."""
+    own = batch.response_mask[row].nonzero().squeeze(1).tolist()
+    if not own:
+        return range(0)
+    start = max([own[0], *(b for a, b in pairwise(own) if b > a + 1)])
+    observed = batch.obs_mask is not None and start > 0 and bool(batch.obs_mask[row, start - 1])
+    if batch.episode_id is None or start == 0 or observed:
+        return range(start, own[-1] + 1)
+    # The tokens before are another branch's: the policy's own in this turn, or not.
+    ids = batch.response_ids[row, : own[-1] + 1].tolist()
+    found = last_turn(ids, batch.texts[row], tokenizer)
+    return range(0) if found is None else range(found, len(ids))

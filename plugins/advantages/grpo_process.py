@@ -31,7 +31,8 @@ class GrpoProcessAdvantage(TokenAdvantage[GrpoProcessConfig]):
 
     S_g pools the scores `step_score` [B, S] of *all* steps of all responses of the group; step j of
     response i ends at token e_ij, `step_end` [B, S] (-1 = no step). Tokens after the last step get
-    0, and so does a group whose steps are all equal, fewer than two, or of one response.
+    0, and so does a group whose steps are all equal, fewer than two, or of one response (an
+    episode of several branches is one).
     Source: DeepSeekMath, arXiv:2402.03300, section 4.1.3.
     """
 
@@ -54,13 +55,14 @@ class GrpoProcessAdvantage(TokenAdvantage[GrpoProcessConfig]):
         step_end, scores = batch.column("step_end"), batch.column("step_score").double()
         valid = scored_steps(step_end, scores)
         normalised = torch.zeros_like(scores)
-        num_groups = num_zero = num_singletons = 0
+        leads, num_groups, num_zero, num_singletons = batch.leads(), 0, 0, 0
         for rows in groups.scored_groups(batch.group_id, batch.column("scored")):
             where = torch.zeros_like(valid)
             where[rows] = valid[rows]
-            normalised[where] = self._pooled(scores[where], alone=rows.numel() == 1)
+            alone = int(leads[rows].sum()) == 1
+            normalised[where] = self._pooled(scores[where], alone=alone)
             num_groups += 1
-            num_singletons += rows.numel() == 1
+            num_singletons += alone
             num_zero += not normalised[where].any()
         width = batch.response_mask.shape[1]
         tokens = sums_of_later_steps(normalised, step_end, valid, width)

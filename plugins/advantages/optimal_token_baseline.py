@@ -40,7 +40,8 @@ class OptimalTokenBaselineAdvantage(TokenAdvantage[OptimalTokenBaselineConfig]):
     G_it is the sum of `token_rewards` [B, T] from t onwards. W_it is the running sum over the
     sampled tokens up to t of 1 - 2 pi_old(y_j) + sum_v pi_old(v)^2: the squared norm of the score
     in the logits. `sum_pi_squared` [B, T] is that last term. An all-equal group gets 0, tail and
-    all. Source: verl 0.9.1, `optimal_token_baseline`.
+    all. Branches of one episode are refused: they have several tokens at a position and one return.
+    Source: verl 0.9.1, `optimal_token_baseline`.
     """
 
     name = "optimal_token_baseline"
@@ -48,6 +49,7 @@ class OptimalTokenBaselineAdvantage(TokenAdvantage[OptimalTokenBaselineConfig]):
     needs: ClassVar[frozenset[str]] = frozenset(
         {"token_rewards", "scored", "old_logprobs", "sum_pi_squared"}
     )
+    takes_branches: ClassVar[bool] = False
 
     def required_columns(self) -> frozenset[str]:
         """`is_weight` too when weighted."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import AdvantageConfig, Advantages, TokenAdvantage
 from posttrain.core.math import groups
-from posttrain.core.math.masking import masked, row_means
+from posttrain.core.math.masking import masked, row_sums
 from posttrain.core.math.returns import rewards_to_go
 from posttrain.core.rewards.shaping import place_on_last_token
 
@@ -52,7 +52,8 @@ class PrimeAdvantage(TokenAdvantage[PrimeConfig]):
 
     Of the G scored responses of a group: R'_i = G / (G - 1) (R_i - mean R), R_i the sum of
     `token_rewards` [B, T]; q'_it = G / (G - 1) q_it - sum_j mean_t(q_jt) / (G - 1), q [B, T] the
-    `process_rewards`. A group of one has 0 for both.
+    `process_rewards`. A group of one has 0 for both. An episode of several branches is one
+    response: mean_t is over the tokens of all of them, and each ends with the outcome.
     Source: PRIME, arXiv:2502.01456, and its recipe in verl, which is `process_norm: batch` and
     `process_last: false`.
     """
@@ -69,14 +70,18 @@ class PrimeAdvantage(TokenAdvantage[PrimeConfig]):
         """Sums [B, T] from each token to the end of its response, not whitened yet."""
         mask, config = batch.response_mask, self.config
         process = self._process_rewards(batch)
-        outcome, means = groups.outcome_rewards(batch), row_means(process, mask)
+        outcome, means = groups.outcome_rewards(batch), _means(process, batch)
         tokens, last = torch.zeros_like(process), torch.zeros_like(outcome)
+        firsts, leads = batch.first_branches(), batch.leads()
         for rows in groups.scored_groups(batch.group_id, batch.column("scored")):
-            if (size := rows.numel()) < 2:
+            episodes = rows[leads[rows]]
+            if (size := episodes.numel()) < 2:
                 continue
             scale = size / (size - 1)
-            tokens[rows] = scale * process[rows] - means[rows].sum() / (size - 1)
-            last[rows] = scale * (outcome[rows] - outcome[rows].mean())
+            tokens[rows] = scale * process[rows] - means[episodes].sum() / (size - 1)
+            last[episodes] = scale * (outcome[episodes] - outcome[episodes].mean())
+        if firsts is not None:
+            last = last[firsts]
         rewards = config.process_coef * masked(tokens, mask)
         rewards = rewards + place_on_last_token(config.outcome_coef * last, mask)
         return Advantages(rewards_to_go(rewards, mask), metrics=_spread(tokens, mask))
@@ -90,6 +95,15 @@ class PrimeAdvantage(TokenAdvantage[PrimeConfig]):
         if self.config.process_norm == "batch":
             process = process / (rewards_to_go(process, mask).abs().max() + EPS)
         return process
+
+
+def _means(process: Tensor, batch: RolloutBatch) -> Tensor:
+    """Mean [B] of `process` [B, T] over the tokens of an episode, where its first row is."""
+    sums, lengths = row_sums(process, batch.response_mask), batch.response_mask.double().sum(dim=1)
+    if (firsts := batch.first_branches()) is not None:
+        sums = torch.zeros_like(sums).index_add(0, firsts, sums)
+        lengths = torch.zeros_like(lengths).index_add(0, firsts, lengths)
+    return sums / lengths.clamp(min=1)
 
 
 def _spread(tokens: Tensor, mask: Tensor) -> dict[str, float]:

@@ -17,7 +17,7 @@ class RemaxAdvantage(TokenAdvantage[AdvantageConfig]):
     """A_t = G_t - R(x, greedy y), G_t being the sum of `token_rewards` from token t onwards.
 
     `baseline_reward` [B] is the reward of the answer at temperature 0 to the same prompt. Where it
-    could not be scored (NaN), the mean of the group's own rewards stands in, and
+    could not be scored (NaN), the mean of the group's own episodes stands in, and
     `adv/greedy_unscored_groups` counts it. Source: Li et al., arXiv:2310.10505, algorithm 1.
     """
 
@@ -37,8 +37,10 @@ class RemaxAdvantage(TokenAdvantage[AdvantageConfig]):
         rewards = groups.outcome_rewards(batch)
         baseline = batch.column("baseline_reward").double().clone()
         num_unscored = 0
+        leads = batch.leads()
         for rows in groups.scored_groups(batch.group_id, batch.column("scored")):
             missing = ~baseline[rows].isfinite()
             num_unscored += int(missing.any())
-            baseline[rows] = torch.where(missing, rewards[rows].mean(), baseline[rows])
+            mean = rewards[rows[leads[rows]]].mean()
+            baseline[rows] = torch.where(missing, mean, baseline[rows])
         return baseline, num_unscored

@@ -117,6 +117,20 @@ class GkdConfig(PluginConfig):
             )
         return self
 
+    @model_validator(mode="after")
+    def _is_read(self) -> GkdConfig:
+        readers = {"beta": ("divergence", "jsd"), "weight": ("divergence", "jeffreys")}
+        for_topk = dict.fromkeys(("top_k", "of", "rest", "log_prob_floor"), ("support", "topk"))
+        for name, (field, reader) in {**readers, **for_topk}.items():
+            usual = GkdConfig.model_fields[name].default
+            if getattr(self, name) != usual and getattr(self, field) != reader:
+                raise ValueError(
+                    f"{name} is of {field}: {reader} and changes nothing with {field}: "
+                    f"{getattr(self, field)}; set {name}: {'null' if usual is None else usual}, "
+                    f"or {field}: {reader}"
+                )
+        return self
+
     @property
     def candidates_of(self) -> str:
         """Whose candidates a support of topk has."""

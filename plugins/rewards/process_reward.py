@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import Field
 
 from posttrain.core.contracts import PluginConfig, Reward, RewardContext
-from posttrain.core.data.steps import StepPlaces, step_places
+from posttrain.core.data.steps import StepPlaces, last_turn, step_ends, step_places
 from posttrain.core.types import RewardSample, Score, StepVerdict
 
 ROLE = "process_reward_model"
@@ -40,8 +40,9 @@ class ProcessRewardReward(Reward[ProcessRewardConfig]):
     scalar head, read at each step's end (sigmoid). Steps are found in the text, and tokens by
     character offsets. The last step's separator is put in for the model if the response has none,
     since a model trained on separators has learnt nothing elsewhere. The steps' scores are what
-    `grpo_process` reads. A response without a step is 0; one that is longer than the model, or
-    whose tokens are not the model's, is unscored with status `error`.
+    `grpo_process` reads. Of an episode they are those of its last turn, which the model reads after
+    all that was before (`own`: after the problem). A response without a step is 0; one that is
+    longer than the model, or whose tokens are not the model's, is unscored with status `error`.
     Sources: arXiv:2305.20050, section 2.6 (product, min); Math-Shepherd, arXiv:2312.08935; TRL's
     PRMTrainer (the label at the separator's last token).
     """
@@ -88,18 +89,21 @@ class ProcessRewardReward(Reward[ProcessRewardConfig]):
 
     def _row(self, sample: RewardSample) -> StepPlaces | Score:
         """What the model reads, the prompt included, or why it reads nothing."""
-        prompt, response = sample.prompt_ids, sample.response_ids
+        if not step_ends(sample.text, self.config.separator):
+            return Score(0.0, detail="no step found")
         if self.config.tokens == "own":
             prompt = self.tokenizer.encode_prompt(sample.problem)
-            response = self.tokenizer.encode_text(sample.text, special=True)
-        found = step_places(sample.text, response, self.config.separator, self.tokenizer)
-        if not found.places:
-            return Score(0.0, detail="no step found")
-        if self.tokenizer.decode_response(response) != sample.text:
+            ids = self.tokenizer.encode_text(sample.text, special=True)
+        else:
+            prompt, ids = sample.prompt_ids, sample.token_ids or sample.response_ids
+        start = last_turn(ids, sample.text, self.tokenizer)
+        if start is None:
             fix = (
                 "set tokens: own" if self.config.tokens == "policy" else "its tokenizer loses text"
             )
             return Score(None, "error", f"the model's tokenizer reads other text: {fix}")
+        prompt, ids = (*prompt, *ids[:start]), ids[start:]
+        found = step_places(sample.text, ids, self.config.separator, self.tokenizer)
         count = len(prompt) + len(found.ids)
         if count > self.max_tokens:
             limit = f"{count} tokens; the process reward model reads {self.max_tokens}"

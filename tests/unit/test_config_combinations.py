@@ -55,6 +55,15 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         r"`critic: \{\}`",
     ),
     (
+        "a baseline by position with episodes that branch",
+        {
+            "advantage": "optimal_token_baseline",
+            "environment": {"name": "agent", "command": ["true"]},
+        },
+        r"rl\.advantage: advantage 'optimal_token_baseline' compares tokens at one position of "
+        r"each response, and a program's episode may have branches",
+    ),
+    (
         "credit for turns without an environment",
         {"algorithm": "gigpo"},
         r"rl\.advantage: advantage 'gigpo' reads the column 'turn_reward', filled by the turns of "

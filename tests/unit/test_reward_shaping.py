@@ -10,12 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from posttrain.core.batch import RolloutBatch
-from posttrain.core.data.tokens import response_batch
+from posttrain.core.data.tokens import ChatTokenizer, response_batch
+from posttrain.core.kit.tiny import make_tiny_tokenizer
 from posttrain.core.math.groups import outcome_rewards
 from posttrain.core.math.shaping import RunningMoments
-from posttrain.core.rewards.shaping import RewardShaping, filter_overlong, place_on_last_token
+from posttrain.core.rewards.shaping import (
+    RewardShaping,
+    fill_steps,
+    filter_overlong,
+    place_on_last_token,
+)
 from posttrain.core.training.groups import drop_groups
-from posttrain.core.types import Problem
+from posttrain.core.types import Problem, Score, StepVerdict
 
 
 def scored_batch(rewards: list[float], truncated: list[bool], scored: list[bool]) -> RolloutBatch:
@@ -49,6 +55,47 @@ def test_a_truncated_response_takes_no_loss_and_stays_in_its_group_as_told(
     assert outcome_rewards(found).tolist() == [1.0, 0.0, 1.0]
     assert metrics == {"reward/overlong_filtered_frac": pytest.approx(1 / 3)}
     assert filter_overlong(batch, "none")[0] is batch
+
+
+@pytest.mark.parametrize(("rule", "in_statistics"), [("mask", True), ("exclude", False)])
+def test_of_an_episode_all_branches_are_left_out_where_its_last_call_was_cut(
+    rule: str, in_statistics: bool
+) -> None:
+    """The second episode's last call is in its first row; the third had a call cut before that."""
+    truncated = [False, True, False, False, True]
+    batch = scored_batch([1.0] * 5, truncated, [True] * 5)
+    batch = batch.with_columns(episode_id=torch.tensor([0, 1, 1, 2, 2]))
+    found, metrics = filter_overlong(batch, rule)  # type: ignore[arg-type]
+    assert found.mask.sum(dim=1).tolist() == [1, 0, 0, 4, 5]
+    kept = in_statistics
+    assert found.column("scored").tolist() == [True, kept, kept, True, True]
+    assert metrics == {"reward/overlong_filtered_frac": pytest.approx(1 / 3)}
+
+
+def test_steps_of_a_branch_that_begins_inside_a_turn() -> None:
+    """After an observation the branches share "ab\\nc": the step "ab\\n" is the first one's."""
+    tokenizer = ChatTokenizer(make_tiny_tokenizer(), None)
+    texts = ["ab\ncd\n", "ab\ncx\ny\n"]
+    before, alone = tokenizer.encode_text("look", special=True), len("looked")
+    responses = [(*before, *tokenizer.encode_text(f"ed{text}", special=True)) for text in texts]
+    sampled = [[True] * 4 + [False] * 2 + [True] * len(text) for text in texts]
+    shared = [False] * len(responses[0]), [True] * 10 + [False] * (len(responses[1]) - 10)
+    batch = response_batch(
+        prompts=[[5]] * 2,
+        responses=responses,
+        group_ids=[0, 0],
+        pad_token_id=0,
+        problems=[Problem("", "", "", "")] * 2,
+        texts=texts,
+        sampled=sampled,
+        elsewhere=shared,
+    ).with_columns(episode_id=torch.tensor([0, 0]))
+    steps = [[3, 6], [3, 6, 8]]
+    scores = [Score(1.0, steps=tuple(StepVerdict(end, 0.5) for end in own)) for own in steps]
+    found = fill_steps(batch, scores, tokenizer)
+    wanted = [[alone + 2, alone + 5, -1], [-1, alone + 5, alone + 7]]
+    assert found.column("step_end").tolist() == wanted
+    assert found.column("step_score").tolist() == [[0.5, 0.5, 0.0], [0.0, 0.5, 0.5]]
 
 
 def test_whitening_the_batch_looks_at_scored_rows_only() -> None:

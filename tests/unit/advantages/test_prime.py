@@ -100,3 +100,17 @@ def test_the_conventions_of_verl() -> None:
     more = rows_of([*q, [90.0, 90.0]], [*outcomes, 1.0], [0] * 4, [1, 1, 1, 0])
     with_unscored = prime(outcome_coef=0.0, **fields).estimate(more).advantages[:3]
     torch.testing.assert_close(with_unscored, found)
+
+
+def test_an_episode_of_two_branches_is_one_response() -> None:
+    """Its mean is of three tokens, and the group is of two, as if it were in one piece."""
+    fields: dict[str, Any] = {"process_coef": 1.0, "outcome_coef": 1.0, "whiten": "off"}
+    whole = rows_of([[0.2, -0.1], [0.1, 0.3, -0.1]], [1.0, 0.0], [0, 0], [1, 1])
+    cut = rows_of([[0.2, -0.1], [0.1, 0.3], [-0.1]], [1.0, 0.0, 0.0], [0, 0, 0], [1, 1, 1])
+    cut = cut.with_columns(episode_id=torch.tensor([0, 1, 1]))
+    wanted = prime(**fields).estimate(whole).advantages
+    found = prime(**fields).estimate(cut).advantages
+    assert found[0, :2].tolist() == pytest.approx(wanted[0, :2].tolist())
+    assert float(found[2, 0]) == pytest.approx(float(wanted[1, 2]))
+    # q' of the first branch is .05 and .45, and its own end has the outcome -1.
+    assert found[1, :2].tolist() == pytest.approx([-0.5, -0.55])

@@ -103,6 +103,20 @@ def test_nothing_to_compare_is_exactly_zero(batch: RolloutBatch) -> None:
     assert got.advantages.abs().sum() == 0 and got.metrics["group/zero_adv_frac"] == 1.0
 
 
+def test_branches_of_one_episode_are_no_group() -> None:
+    """An episode is not compared with itself, and its steps are pooled with those of others."""
+    batch = PAPER.with_columns(episode_id=torch.tensor([0, 0]))
+    found = estimate("grpo_process", batch)
+    assert not found.advantages.any()
+    assert found.metrics == {"group/zero_adv_frac": 1.0, "adv/singleton_groups": 1.0}
+    kept = estimate("grpo_process", batch, singleton="raw", eps=0.0).advantages
+    assert kept[0].tolist() == [1.0, 1.0, 0.0, 0.0, 0.0]
+    two = step_batch([4, 5, 1], [[1, 3], [0, 2, 4], [0]], [[1.0, 0.0], [0.0, 1.0, 1.0], [0.5]])
+    apart = estimate("grpo_process", two).advantages
+    joined = estimate("grpo_process", two.with_columns(episode_id=torch.tensor([0, 0, 1])))
+    assert joined.advantages.tolist() == apart.tolist()
+
+
 def test_a_group_of_one_may_keep_its_step_scores() -> None:
     batch = step_batch([2], [[0, 1]], [[1.0, 0.5]])
     got = estimate("grpo_process", batch, singleton="raw", eps=0.0)

@@ -90,3 +90,10 @@ def test_remax_falls_back_on_the_group_mean_and_says_how_often() -> None:
     assert got.advantages[:, 0].tolist() == [0.5, -0.5, 0.0, 1.0, -1.0]
     assert got.metrics == {"adv/greedy_unscored_groups": 1.0}
     assert batch.column("baseline_reward")[0].isnan(), "the batch itself is left alone"
+
+
+def test_the_mean_that_remax_falls_back_on_counts_an_episode_once() -> None:
+    greedy = torch.full((4,), NAN, dtype=torch.float64)
+    rows = torch.tensor([0, 0, 0, 1])
+    batch = outcome_batch([1.0, 1.0, 1.0, 0.0], [0] * 4, baseline_reward=greedy, episode_id=rows)
+    assert estimate("remax", batch).advantages[:, 0].tolist() == [0.5, 0.5, 0.5, -0.5]

@@ -93,3 +93,11 @@ def test_equal_advantages_stay_finite(whiten: str) -> None:
 def test_an_eps_of_zero_is_refused() -> None:
     with pytest.raises(ConfigError, match="whiten_eps"):
         per_row("raw", [1.0], whiten_eps=0.0)
+
+
+@pytest.mark.parametrize("name", ["mc_return", "raw"])
+def test_an_episode_has_one_mean_however_many_branches_it_has(name: str) -> None:
+    batch = outcome_batch([1.0, 3.0, 3.0, 3.0], [0, 1, 1, 1])
+    batch = batch.with_columns(episode_id=torch.tensor([0, 1, 1, 1]))
+    got = estimate(name, batch, whiten="sequences", whiten_eps=1e-9).advantages[:, 0]
+    assert got.tolist() == pytest.approx([-(0.5**0.5), *[0.5**0.5] * 3])

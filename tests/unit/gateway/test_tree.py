@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -78,6 +80,14 @@ def test_rows_learn_from_each_sampled_token_once(
     if rows:
         last = max(call.number for call in made if tree.is_leaf(call.end))
         assert (*rows[0].prompt_ids, *rows[0].token_ids) == (*calls[last][0], *calls[last][1])
+
+
+def test_calls_with_the_same_answer_are_one_turn_with_the_sum_of_their_rewards() -> None:
+    tree, made = grown([([1], [2]), ([1], [2]), ([1], [2]), ([1, 2, 0], [1])])
+    posted = [0.25, None, 0.5, None]
+    calls = [replace(call, reward=reward) for call, reward in zip(made, posted, strict=True)]
+    (row,) = responses_of(tree, calls, Ending(), with_discarded=True)
+    assert (row.turn_ends, row.turn_rewards) == ((0, 2), (0.75, None))
 
 
 def test_an_answer_that_goes_on_where_another_was_cut_is_not_discarded() -> None:

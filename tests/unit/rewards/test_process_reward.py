@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from transformers import LlamaForSequenceClassification, LlamaForTokenClassifica
 
 from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.contracts import Reward, RewardContext
-from posttrain.core.data.steps import ending_token, step_ends
+from posttrain.core.data.steps import ending_token, last_turn, step_ends
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import ResourceError
 from posttrain.core.kit.tiny import CHARACTERS, make_tiny_model, make_tiny_tokenizer
@@ -85,6 +86,24 @@ def test_each_step_scores_what_the_model_says_after_its_separator(
         assert [step.correct for step in given.steps] == pytest.approx(wanted, abs=1e-5)
         assert [text[step.end - 1] for step in given.steps] == ["\n"] * len(wanted)
         assert given.value == pytest.approx(min(wanted), abs=1e-5)
+
+
+def test_of_an_episode_the_last_turn_is_read_after_all_that_was_before(
+    models: dict[str, Path],
+) -> None:
+    """What the policy said in other turns, or another branch learns, is read and has no steps."""
+    tokenizer = ChatTokenizer.load(models["token"])
+    first, last = "look\n", "1 + 1\n= 2\n"
+    before = (*tokenizer.encode_response(first), *tokenizer.encode_text("found", special=True))
+    row = response(tokenizer, last)
+    sampled = (*tokenizer.encode_response(first), *row.response_ids)
+    episode = replace(row, response_ids=sampled, token_ids=(*before, *row.response_ids))
+    branch = replace(episode, response_ids=row.response_ids[3:])
+    found = build(models["token"]).score([episode, branch])
+    wanted = by_hand(models["token"], (*row.prompt_ids, *before), last)
+    for given in found:
+        assert [step.correct for step in given.steps] == pytest.approx(wanted, abs=1e-5)
+        assert [step.end for step in given.steps] == [6, 10]
 
 
 @pytest.mark.parametrize("aggregate", ["min", "mean", "last", "product"])
@@ -192,4 +211,7 @@ def test_a_step_ends_at_the_token_that_completes_its_last_character() -> None:
     assert [ending_token(ids, end, tokenizer) for end in (1, 2, 3, 5)] == [0, 2, 3, 4]
     assert ending_token(ids, 6, tokenizer) is None
     assert ending_token([5], 1, tokenizer) is None  # never a whole character
+    assert last_turn([4, 0, 1, 2, 3], "a\U0001f600\n", tokenizer) == 1
+    assert last_turn([4, 5, 3], "\ufffd\n", tokenizer) == 1
+    assert last_turn([4, 0, 1, 2, 3], "\U0001f600\n", tokenizer) is None
     assert math.isfinite(ending_token([4, 4], 4, tokenizer) or math.nan)

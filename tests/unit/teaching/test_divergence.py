@@ -158,6 +158,16 @@ def test_a_clamp_of_the_sampled_token_bounds_its_factor_and_keeps_its_gradient()
             {"divergence": "reverse", "support": "sampled", "floor_at_zero": True},
             "of both signs.*remove floor_at_zero",
         ),
+        ({"top_k": 8}, "top_k is of support: topk and changes nothing with support: full"),
+        ({"of": "teacher"}, "of is of support: topk"),
+        ({"rest": "raw"}, "rest is of support: topk"),
+        ({"log_prob_floor": -10.0}, "log_prob_floor is of support: topk"),
+        (
+            {"divergence": "reverse", "support": "sampled", "top_k": 8},
+            "changes nothing with support: sampled; set top_k: 32, or support: topk",
+        ),
+        ({"divergence": "forward", "beta": 0.3}, "beta is of divergence: jsd"),
+        ({"weight": 0.3}, "weight is of divergence: jeffreys and changes nothing with"),
         ({"support": "topk", "rest": "sampled_tail"}, "known for forward and reverse"),
         (
             {"divergence": "forward", "support": "topk", "temperature": 2.0},
@@ -168,3 +178,10 @@ def test_a_clamp_of_the_sampled_token_bounds_its_factor_and_keeps_its_gradient()
 def test_settings_without_a_meaning_are_refused(fields: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         MANAGER.build(DistillationLoss, "gkd", fields)
+
+
+def test_a_resolved_config_which_writes_defaults_out_is_taken() -> None:
+    for fields in ({"divergence": "forward"}, {"divergence": "reverse", "support": "sampled"}):
+        config = MANAGER.config("distillation_loss", "gkd", fields)
+        again = MANAGER.config("distillation_loss", "gkd", config.model_dump(mode="json"))
+        assert again == config
