@@ -18,6 +18,7 @@ import yaml
 from mlflow import MlflowClient
 from mlflow.artifacts import load_text
 
+import posttrain
 from posttrain.core.kit.tiny import make_tiny_model
 from tests.helpers.microscope import meta_of
 from tests.helpers.pipeline import (
@@ -379,6 +380,8 @@ def test_a_damaged_artifact_is_computed_again_with_a_warning(
     assert "damaged" in done.text
     (warning,) = done.result["warnings"]
     assert warning.startswith("evaluate_base: computed again")
+    loaded = posttrain.load(done.result["run_id"], home=workspace / "home")
+    assert loaded.warnings == (warning,)
     status = {name: stage["status"] for name, stage in done.result["stages"].items()}
     assert status["evaluate_base"] == "ran"
     assert status["rl"] == "cached"
