@@ -26,7 +26,9 @@ from posttrain.core.types import Completion, Message, SamplingParams, ToolSchema
 logger = logging.getLogger(__name__)
 MODEL = "policy"
 SHOWN = ("altered", "undelivered")
-"""Counts that each episode has, as metrics are made of them."""
+"""Counts that each episode has, as shares of all requests are made of them."""
+TOLD = ("continued", "malformed", "refused", "retries")
+"""Counts that each episode has, as `env/metric/NAME` is their mean."""
 BUDGET = "Budget used up."
 """What a program reads once when it has had all its calls; nobody sampled it."""
 MOST_CHARACTERS = 512
@@ -156,11 +158,14 @@ class Session:
         return Answer(NOT_SAMPLED, MODEL, ids, (choice,) * request.n)
 
     def _tell(self, request: ChatRequest) -> None:
-        """Count what is done otherwise than the program asked, and say so once in this process."""
+        """Say once in this process what is done otherwise than the program asked."""
         if request.must_call:
-            self.counts["must_call"] += 1
+            _warn_once(
+                "must_call",
+                "a program asks by tool_choice that a tool be called: it is taken as auto, as what "
+                "is forced would not be the policy's",
+            )
         if request.set_by_client:
-            self.counts["overridden"] += 1
             _warn_once(
                 "overridden",
                 "a program asks for its own %s: the run's are used, as what is sampled by others "
@@ -302,20 +307,19 @@ class Session:
         if reward is None and self.rewards:
             reward = sum(self.rewards.values())
         calls = [replace(c, reward=self.rewards.get(c.number)) for c in self.calls]
-        counts = {name: float(self.counts[name]) for name in {*SHOWN, *self.counts}}
+        counts = {name: float(self.counts[name]) for name in SHOWN}
+        counts |= {f"metric/{name}": float(self.counts[name]) for name in TOLD}
         counts |= {"turns": float(len(calls)), "tokens_repeated": float(self.tree.repeats)}
         counts |= {f"reward/{name}": value for name, value in outcome.rewards.items()}
         ending = Ending(reward, outcome.failed or self.lost, {**counts, **outcome.counts})
-        rows = responses_of(self.tree, calls, ending, with_discarded=with_discarded)
-        more = {"branches": float(len(rows)), "tokens": float(len(self.tree))}
-        return [replace(row, counts={**row.counts, **more}) for row in rows]
+        return responses_of(self.tree, calls, ending, with_discarded=with_discarded)
 
 
 _warned: set[str] = set()
 
 
 def _warn_once(kind: str, text: str, *values: object) -> None:
-    """A warning of which the first is enough: the others are counted."""
+    """A warning of which the first is enough."""
     if kind not in _warned:
         _warned.add(kind)
         logger.warning(text, *values)

@@ -103,6 +103,13 @@ def make_folder(folder: Path) -> None:
         ) from error
 
 
+def check_folder(folder: Path) -> None:
+    """Raise that `ResourceError` for a folder that a file is in the way of; makes nothing."""
+    there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    if not there.is_dir():
+        make_folder(folder)
+
+
 def _lock_of(partial: Path) -> Path:
     return partial.with_name(f"{partial.name}.lock")
 

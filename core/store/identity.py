@@ -188,6 +188,8 @@ def explain(
         for role in sources
         if role in waits_for
     ]
+    if not found and not running and "fork.step" in parts:
+        return Reason(f"it begins with the first {parts['fork.step']} steps of another run")
     # Settings before what follows from them, and the program's own code last.
     code = [change for change in found if change.what.startswith(_CODE)]
     return Reason(changes=(*(c for c in found if c not in code), *running, *code))
@@ -196,7 +198,7 @@ def explain(
 def _changes(
     stage: str, old: Mapping[str, str], now: Mapping[str, str], sources: Mapping[str, str]
 ) -> list[Change]:
-    before, after = _tree(old), _tree(now)
+    before, after = _without_origin(_tree(old), _tree(now))
     own = [*_differ(before, after, f"stages.{stage}", lambda root: root not in RUN_SECTIONS)]
     shared = [*_differ(before, after, "", lambda root: root in RUN_SECTIONS)]
     facts = [name for name in dict.fromkeys((*now, *old)) if old.get(name) != now.get(name)]
@@ -215,6 +217,22 @@ def _changes(
     # A plugin that came or went with a setting is reported by the setting.
     replaced = [change for change in plugins if change.before or not (own or shared)]
     return [*own, *shared, *files, *replaced, *inputs, *code]
+
+
+def _without_origin(
+    before: dict[str, Any], now: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:  # Any: JSON
+    """Settings of which `fork` holds the seed alone, where the stage is a fork now.
+
+    What it shares is said when it begins.
+    """
+    if not now.get("fork"):
+        return before, now
+    earlier = before.get("fork") or {}
+    return (
+        {**before, "fork": {"seed": earlier.get("seed")}},
+        {**now, "fork": {"seed": now["fork"]["seed"]}},
+    )
 
 
 def _tree(parts: Mapping[str, str]) -> dict[str, Any]:  # Any: JSON

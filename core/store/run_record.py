@@ -16,6 +16,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from posttrain.core.errors import ConfigError, ResourceError, RunError
+from posttrain.core.redaction import redacted
 from posttrain.core.runtime.files import WrongContent, read_json, write_text
 
 CONFIG = "config.yaml"
@@ -36,6 +37,7 @@ class RunRecord:
     stages: Mapping[str, str] = field(default_factory=dict)
     config_sha256: str = ""
     """Empty in a record of before it was kept."""
+    warnings: tuple[str, ...] = ()
 
     @property
     def config(self) -> Path:
@@ -62,7 +64,7 @@ class RunRecord:
 
 
 class RunRecorder:
-    """Writes a run's record; stages may be added from several threads."""
+    """Writes a run's record; stages and warnings may be added from several threads."""
 
     def __init__(self, home: Path, run_id: str, name: str, began: str, config_yaml: str) -> None:
         self.folder = home / "runs" / run_id
@@ -73,6 +75,7 @@ class RunRecorder:
             "config_sha256": _sha256(config_yaml.encode()),
         }
         self._stages: dict[str, str] = {}
+        self._warnings: list[str] = []
         self._lock = threading.Lock()
         self.folder.mkdir(parents=True, exist_ok=True)
         write_text(self.folder / CONFIG, config_yaml)
@@ -84,8 +87,15 @@ class RunRecorder:
             self._stages[name] = identity
             self._write()
 
+    def warn(self, text: str) -> None:
+        """Note what the run warned of."""
+        with self._lock:
+            self._warnings.append(redacted(text))
+            self._write()
+
     def _write(self) -> None:
-        text = json.dumps(self._row | {"stages": self._stages}, indent=2)
+        more = {"stages": self._stages, "warnings": self._warnings}
+        text = json.dumps(self._row | more, indent=2)
         write_text(self.folder / RECORD, text)
 
 
@@ -144,6 +154,7 @@ def _read(folder: Path) -> RunRecord:
         row["began"],
         row["stages"],
         row.get("config_sha256", ""),
+        tuple(row.get("warnings", ())),
     )
 
 
@@ -157,3 +168,4 @@ class _Row(BaseModel):
     began: str
     stages: dict[str, str]
     config_sha256: str = ""
+    warnings: list[str] = []

@@ -85,8 +85,9 @@ def planned(
     from posttrain.pipelines.run.placement import placement
     from posttrain.pipelines.run.planning import plan_stages
     from posttrain.pipelines.run.rounds import look
-    from posttrain.pipelines.run.store import described
+    from posttrain.pipelines.run.store import described, require_folders
 
+    require_folders(home, store)
     check_forks(resolved.config, home)
     begun = look(resolved, manager, home, store=store)
     config, order = begun.resolved.config, begun.resolved.order

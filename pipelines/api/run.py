@@ -65,8 +65,9 @@ class Run:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What the run warned of; empty for a run that was loaded."""
-        return () if self._result is None else self._result.warnings
+        """What the run warned of."""
+        found = self._past.record if self._result is None else self._result
+        return found.warnings
 
     @property
     def status(self) -> str:

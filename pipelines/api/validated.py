@@ -53,8 +53,9 @@ def validated(resolved: ResolvedRun, manager: PluginManager, home: Path, store: 
     from posttrain.pipelines.run.forks import check_forks
     from posttrain.pipelines.run.model_reference import find_base
     from posttrain.pipelines.run.rounds import with_model
-    from posttrain.pipelines.run.store import require_store
+    from posttrain.pipelines.run.store import require_folders, require_store
 
+    require_folders(home, store)
     require_store(store)
     found = find_base(resolved.config.model, home, store)
     local = with_model(resolved, found.section)

@@ -76,6 +76,7 @@ def examine(home: Path, store: Path) -> list[Finding]:
         torch_devices,
         memory_allocator,
         lambda: room(home),
+        lambda: home_folders(home, store),
         plugins_and_engines,
         code_sandbox,
         ports,
@@ -184,6 +185,16 @@ def room(home: Path) -> Iterator[Finding]:
     status: Literal["ok", "warn", "bad"] = "ok" if free > 5e9 else "warn" if free > 1e9 else "bad"
     fix = "" if status == "ok" else "free some space, or choose another --home"
     yield Finding("disk", status, f"{free / 1e9:.1f} GB free at {existing}", fix)
+
+
+def home_folders(home: Path, store: Path) -> Iterator[Finding]:
+    """Files that are where a run needs a folder."""
+    from posttrain.pipelines.run.store import require_folders
+
+    try:
+        require_folders(home, store)
+    except ResourceError as error:
+        yield Finding("home", "bad", str(error), "move it away, or choose another --home")
 
 
 def plugins_and_engines() -> Iterator[Finding]:

@@ -15,7 +15,7 @@ from posttrain.pipelines.cli.common import CommandContext, Result, command
 
 if TYPE_CHECKING:
     from posttrain.core.config.base import StageBase
-    from posttrain.core.plugin_manager import PluginEntry
+    from posttrain.core.plugin_manager import PluginEntry, PluginManager
 
 app = typer.Typer(
     help="Stage kinds and config sections: fields, defaults, meaning, an example.",
@@ -63,9 +63,11 @@ def show_stage(
     from posttrain.core.plugin_manager import PluginManager
     from posttrain.pipelines.cli.describe import field_line
 
-    known = {entry.name: entry for entry in PluginManager().entries("stage")}
+    manager = PluginManager()
+    known = {entry.name: entry for entry in manager.entries("stage")}
     if kind not in known:
-        raise ConfigError(f"no stage kind '{kind}'{nearest(kind, known)} (kinds: {list(known)})")
+        hint = _elsewhere(kind, manager) or nearest(kind, known)
+        raise ConfigError(f"no stage kind '{kind}'{hint} (kinds: {list(known)})")
     found = describe_stage(known[kind])
     context.say(f"stage kind '{kind}'", style="bold")
     context.say(f"\n{found['doc']}\n")
@@ -97,9 +99,11 @@ def show_section(
     from posttrain.core.plugin_manager import PluginManager
     from posttrain.pipelines.cli.describe import field_line, fields_of
 
-    known = sections(PluginManager())
+    manager = PluginManager()
+    known = sections(manager)
     if name not in known:
-        raise ConfigError(f"no section '{name}'{nearest(name, known)} (sections: {list(known)})")
+        hint = _elsewhere(name, manager) or nearest(name, known)
+        raise ConfigError(f"no section '{name}'{hint} (sections: {list(known)})")
     section = known[name]
     fields, doc = fields_of(section.cls), inspect.getdoc(section.cls) or ""
     context.say(f"section '{name}'", style="bold")
@@ -108,6 +112,24 @@ def show_section(
         context.say(field_line(field))
     context.say(f"\nwhere: {', '.join(section.places)}")
     return Result({"section": name, "doc": doc, "fields": fields, "places": list(section.places)})
+
+
+def _elsewhere(name: str, manager: PluginManager) -> str:
+    """Which command shows `name`, where it is something else; empty where it is nothing."""
+    from posttrain.core.config.stage_kinds import sections
+    from posttrain.core.contracts import CONTRACTS
+
+    kinds = [entry.kind for entry in manager.entries() if entry.name == name]
+    if "stage" in kinds:
+        return f"; it is a kind of stage: posttrain show stage {name}"
+    if name in sections(manager):
+        return f"; it is a section: posttrain show section {name}"
+    if name in CONTRACTS:
+        return (
+            f"; it is a kind of plugin: posttrain plugins list --kind {name} names them, and "
+            "posttrain plugins show NAME shows one"
+        )
+    return f"; it is a plugin: posttrain plugins show {name}" if kinds else ""
 
 
 def describe_stage(entry: PluginEntry) -> dict[str, Any]:

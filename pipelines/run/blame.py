@@ -12,16 +12,18 @@ from typing import TYPE_CHECKING, Any
 from posttrain.core.config.differences import Setting, differing_settings
 from posttrain.core.config.loading import load_config
 from posttrain.core.config.resolve import resolve
-from posttrain.core.config.sections import RunName
+from posttrain.core.config.sections import RegisteredName, RunName
 from posttrain.core.errors import ConfigError, PosttrainError, ResourceError, RunError, nearest
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.store.ancestry import Ancestor, Family, Made
 from posttrain.core.store.run_record import RunRecord, find_run
-from posttrain.pipelines.run.model_reference import find_model, tracking_uri
+from posttrain.pipelines.run.model_reference import find_model, not_registered, tracking_uri
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Run
+
+    from posttrain.core.tracking.registry import RegisteredVersion
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,35 +112,47 @@ class Blame:
         return self._of_run(model)
 
     def _registered(self, model: str) -> str | None:
-        """Digest of a registered version; None where no registered model has this name."""
-        parts = re.fullmatch(r"(?:models:/)?([^@/]+)(?:@([^@/]+)|/(\d+))?", model)
-        if parts is None or self.uri is None:
+        """Digest of a registered version; None for a bare name that no registered model has."""
+        parts = re.fullmatch(r"(?![.~]+/)(models:/)?([^@/]+)(?:@([^@/]+)|/(\d+))?", model)
+        if parts is None:
             return None
-        from posttrain.core.tracking import registry  # MLflow takes 2 s to import
-
-        name, alias, version = parts.groups()
-        known = registry.names(self.uri)
-        if name not in known:
-            if alias or version:
-                raise ConfigError(
-                    f"there is no registered model '{name}'{nearest(name, known)} (known: {known})"
-                )
-            return None
-        if version:
-            found = registry.find_version(self.uri, name, version)
-        else:
-            aliases = [alias] if alias else ["champion", "candidate"]
-            tried = (registry.find_alias(self.uri, name, each) for each in aliases)
-            found = next((each for each in tried if each is not None), None)
+        prefix, name, alias, version = parts.groups()
+        found = self._version(name, alias, version)
         if found is None:
-            what = f"version {version}" if version else f"alias '{alias or 'champion'}'"
-            raise ConfigError(f"the registered model '{name}' has no {what}; see `posttrain ui`")
+            explicit = prefix or alias or version
+            if not explicit and name not in self._names():
+                return None
+            named = RegisteredName(name, None if version else alias or "champion", version)
+            raise not_registered(named, self.uri, model, "give the --home of the run that did")
         if not found.digest or not self.family.knows(found.digest):
             raise ResourceError(
                 f"'{name}' version {found.version} was not made in this store: give the --home or "
                 "--store of the run that made it"
             )
         return found.digest
+
+    def _names(self) -> list[str]:
+        """The registered models."""
+        if self.uri is None:
+            return []
+        from posttrain.core.tracking import registry  # MLflow takes 2 s to import
+
+        return registry.names(self.uri)
+
+    def _version(
+        self, name: str, alias: str | None, version: str | None
+    ) -> RegisteredVersion | None:
+        if self.uri is None or name not in self._names():
+            return None
+        from posttrain.core.tracking import registry
+
+        if version:
+            return registry.find_version(self.uri, name, version)
+        tried = (
+            registry.find_alias(self.uri, name, each)
+            for each in ([alias] if alias else ["champion", "candidate"])
+        )
+        return next((each for each in tried if each is not None), None)
 
     def _of_run(self, model: str) -> str:
         """Digest of the last model that a run made."""
@@ -147,9 +161,7 @@ class Blame:
         except ConfigError as error:
             if self.uri is None:
                 raise
-            from posttrain.core.tracking import registry
-
-            known = registry.names(self.uri)
+            known = self._names()
             raise ConfigError(
                 f"{error}. No registered model has this name either{nearest(model, known)} "
                 f"(known: {known})"

@@ -33,7 +33,7 @@ from posttrain.pipelines.run.progress import FileReporter, Reporters
 from posttrain.pipelines.run.rounds import Begun, begin
 from posttrain.pipelines.run.settling import nothing_new, raise_if_closed, settle, take_up
 from posttrain.pipelines.run.stops import STOPS, follows_a_stop, never, noted_stops
-from posttrain.pipelines.run.store import require_store
+from posttrain.pipelines.run.store import require_folders, require_store
 
 if TYPE_CHECKING:
     from posttrain.pipelines.run.pipeline import Pipeline
@@ -84,6 +84,7 @@ def execute(
     for folder in (options.home, options.store):
         check_free_disk(folder, 0.0, resolved.config.limits.min_free_gb, "a run")
         make_folder(folder)
+    require_folders(options.home, options.store)
     require_store(options.store)
     check_answers(resolved, options.answers)
     begun = begin(resolved, manager, options.home, store=options.store, fresh=options.fresh)

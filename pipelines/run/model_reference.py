@@ -173,7 +173,6 @@ def _registered(
     named: RegisteredName, uri: str | None, given: str, otherwise: str, *, compare: bool = True
 ) -> RegisteredVersion:
     """The registered version, its weights checked; raises `ResourceError` where there is none."""
-    known: list[str] = []
     if uri is not None:
         from posttrain.core.tracking import registry  # MLflow takes 2 s to import
 
@@ -182,12 +181,23 @@ def _registered(
             if compare:
                 registry.check_weights(version)
             return version
+    raise not_registered(named, uri, given, otherwise)
+
+
+def not_registered(
+    named: RegisteredName, uri: str | None, given: str, otherwise: str
+) -> ResourceError:
+    """The error of every command for a registered model that is not there."""
+    known: list[str] = []
+    if uri is not None:
+        from posttrain.core.tracking import registry
+
         known = registry.names(uri)
-    what = f"alias '{named.alias}'" if named.alias else f"version {named.version}"
+    what = f"version {named.version}" if named.version else f"alias '{named.alias}'"
     detail = f"{nearest(named.name, known)} (registered: {known or 'none'})"
     if named.name in known:
         detail = f": '{named.name}' has no {what}"
-    raise ResourceError(
+    return ResourceError(
         f"'{given}': there is no such model in MLflow{detail}; promote or register one, or "
         f"{otherwise}"
     )

@@ -120,8 +120,9 @@ class Pipeline:
         return self.resolved.config
 
     def warn(self, text: str) -> None:
-        """Show a warning now, and again in the run's summary."""
+        """Show a warning now, and again in the run's summary; its record has it too."""
         self.warnings.append(text)
+        self.record.warn(text)
         self.reporter.warn(text)
 
     def report_outages(self) -> None:

@@ -1,11 +1,20 @@
-"""The store of a run, where it has a URL: whether it can be used, said before anything runs."""
+"""The home and the store of a run: whether they can be used, said before anything runs."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from posttrain.core.errors import ResourceError
+from posttrain.core.store.artifacts import check_folder
 from posttrain.core.store.mirror import STAGES, mirror_of
+
+IN_HOME = ("approvals", "checkpoints", "logs", "mlflow", "models", "prefect", "runs")
+
+
+def require_folders(home: Path, store: Path) -> None:
+    """Raise `ResourceError` for a file where a run needs a folder; makes none."""
+    for folder in (home, store, *(home / name for name in IN_HOME)):
+        check_folder(folder)
 
 
 def require_store(store: Path) -> None:

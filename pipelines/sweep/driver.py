@@ -176,6 +176,8 @@ class Driver:
             recorder = RunRecorder(self.home, run_id, run["name"], run["began"], run["config"])
             for stage, identity in run["stages"].items():
                 recorder.stage(stage, identity)
+            for text in run["warnings"]:
+                recorder.warn(text)
         for stage, identity in run["stages"].items():
             if not (self._artifacts.fetched(stage, identity) / MANIFEST).is_file():
                 return (

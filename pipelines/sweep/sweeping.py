@@ -16,6 +16,7 @@ from posttrain.core.errors import ConfigError
 from posttrain.core.runtime.reporter import Reporter
 from posttrain.core.store import urls
 from posttrain.core.store.artifacts import check_free_disk, make_folder
+from posttrain.pipelines.run.store import require_folders
 from posttrain.pipelines.run.summary import TRAINING_VIEW, UI_MLFLOW
 from posttrain.pipelines.sweep.branches import Branch, Configs, Sweep, sweep_of
 from posttrain.pipelines.sweep.driver import Driver
@@ -67,6 +68,7 @@ def planned_sweep(
             f"--parallel is {options.parallel}, expected 1 to {MOST_PARALLEL} branches at once"
         )
     found = sweep_of(configs, overrides, seeds=options.seeds, only=options.only, home=options.home)
+    require_folders(options.home, options.store)
     if found.section.search is not None:
         from posttrain.pipelines.sweep.search import require_optuna
 

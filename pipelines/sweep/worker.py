@@ -177,8 +177,13 @@ def record_of(home: Path, run_id: str) -> Json:
     from posttrain.core.store.run_record import find_run
 
     run = find_run(home, run_id)
-    stages, config = dict(run.stages), run.config.read_text()
-    return {"name": run.name, "began": run.began, "stages": stages, "config": config}
+    return {
+        "name": run.name,
+        "began": run.began,
+        "stages": dict(run.stages),
+        "warnings": list(run.warnings),
+        "config": run.config.read_text(),
+    }
 
 
 if __name__ == "__main__":

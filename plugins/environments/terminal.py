@@ -147,8 +147,7 @@ class TerminalEnvironment(LiveEnvironment[TerminalConfig]):
         ends = time.monotonic() + self.config.command_s
         results = [await self._result(state, call, ends) for call in said.tool_calls]
         messages, counts = answered(said, results, self.config.max_result_chars + NOTE_CHARS)
-        if state.lost:
-            counts["sandbox_lost"] = 1.0
+        counts["metric/sandbox_lost"] = float(state.lost)
         return Observation("", state.lost, state, counts, messages)
 
     async def score(self, state: object) -> float | None:

@@ -201,7 +201,7 @@ def test_turns_streams_tools_and_siblings_by_the_real_client(engine: Recorded) -
     assert len(rows) == 3  # the text completion, and two answers to the last question
     assert_recorded(engine, rows)
     assert {row.reward for row in rows} == {1.5} and not any(row.failed for row in rows)
-    assert rows[0].counts["continued"] == 4 and not rows[0].counts["altered"]
+    assert rows[0].counts["metric/continued"] == 4 and not rows[0].counts["altered"]
     assert [len(row.turn_ends) for row in rows] == [1, 5, 5]
     assert rows[1].turn_rewards[0] == 2.0
 
@@ -225,7 +225,7 @@ def test_the_responses_api_by_the_real_client(engine: Recorded) -> None:
 
     (row,) = rows_of(engine, Played(play))
     assert_recorded(engine, [row])
-    assert (row.counts["continued"], len(row.turn_ends)) == (1, 2)
+    assert (row.counts["metric/continued"], len(row.turn_ends)) == (1, 2)
 
 
 def test_episodes_at_once_keep_apart_and_equal_seeds_give_equal_episodes(engine: Recorded) -> None:

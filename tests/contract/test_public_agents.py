@@ -110,7 +110,7 @@ def played(
 def test_openai_agents_give_one_row_an_episode(python: str, tmp_path: Path, api: str) -> None:
     lines = [call("add", '{"b": 3, "a": 2}'), "it is  5"]
     (row,) = played(python, tmp_path, OPENAI_AGENTS, lines, api)
-    assert (row.reward, row.counts["continued"], len(row.turn_ends)) == (1.0, 1, 2)
+    assert (row.reward, row.counts["metric/continued"], len(row.turn_ends)) == (1.0, 1, 2)
     assert not row.counts["altered"]
 
 

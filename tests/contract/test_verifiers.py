@@ -89,7 +89,7 @@ def test_a_conversation_with_a_tool_is_one_row(verifiers_python: str, tmp_path: 
     rows, script = played(verifiers_python, path, [call(3, 1), "it is  4"], [7])
     (row,) = rows[0]
     assert (row.failed, row.reward, len(row.turn_ends)) == ("", 0.75, 2)
-    assert row.counts["continued"] == 1 and not row.counts["altered"]
+    assert row.counts["metric/continued"] == 1 and not row.counts["altered"]
     assert sum(row.sampled) == sum(map(len, script.given))
     assert "4" in chat_tokenizer().tokenizer.decode(row.token_ids)
 

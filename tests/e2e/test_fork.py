@@ -97,6 +97,7 @@ def test_an_unchanged_fork_is_killed_goes_on_and_ends_as_its_parent(small: Path)
     assert "none after 3: this step is computed again with its settings" in killed.text
     done = fork(small, run, "--step", "3", "--plain")
     assert done.code == 0, done.text
+    assert "runs again" not in killed.text + done.text, "nothing was changed"
     assert "[rl] step 3/" not in done.text, "shared steps are not computed"
     assert digests(done) == digests(whole)
     status = {name: stage["status"] for name, stage in done.result["stages"].items()}

@@ -65,6 +65,35 @@ def test_a_mistake_in_the_file_is_code_2_for_every_command(
     assert "\n" not in reported
 
 
+SWEPT = """\
+  evaluate: {kind: evaluate, inputs: {model: sft}}
+variants: {named: {a: {set: {stages.sft.steps: 3}}}}
+"""
+
+
+@pytest.mark.parametrize("place", ["", "artifacts", "runs", "mlflow", "checkpoints"])
+@pytest.mark.parametrize(
+    "command",
+    [["run"], ["validate"], ["plan", "--no-calibration"], ["sweep", "--dry-run"], ["doctor"]],
+    ids=" ".join,
+)
+def test_a_file_where_a_folder_is_to_be_is_code_4_for_every_command(
+    tmp_path: Path, command: list[str], place: str
+) -> None:
+    home = tmp_path / "home"
+    file = home / place
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("mine")
+    config = [] if command == ["doctor"] else [write(tmp_path, GOOD + SWEPT)]
+    result = CliRunner().invoke(app, [*command, *config, "--home", str(home)])
+    assert (result.exit_code, file.read_text()) == (4, "mine"), result.output
+    says = f"cannot make the folder {file}: File exists; choose another --home or --store"
+    if command == ["doctor"]:
+        assert result.output.startswith(f"home: {says}")
+    else:
+        assert result.stderr.rstrip("\n").split("error: ")[1:] == [says]
+
+
 def test_an_unknown_plugin_offers_the_nearest(tmp_path: Path) -> None:
     path = write(tmp_path, GOOD.replace("arithmetic", "arithmetc"))
     reported = refused(tmp_path, ["run", path], 2)

@@ -133,3 +133,21 @@ def test_a_completion_loads_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "set()", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("what", "name", "command"),
+    [
+        ("section", "environment", "posttrain plugins list --kind environment names them"),
+        ("section", "grpo", "posttrain plugins show grpo"),
+        ("section", "rl", "posttrain show stage rl"),
+        ("stage", "model", "posttrain show section model"),
+        ("stage", "reward", "posttrain plugins list --kind reward names them"),
+        ("stage", "ppo_clip", "posttrain plugins show ppo_clip"),
+    ],
+)
+def test_what_is_something_else_is_named_with_the_command_that_shows_it(
+    what: str, name: str, command: str
+) -> None:
+    text = show(what, name, code=2)
+    assert command in text and "did you mean" not in text

@@ -12,9 +12,11 @@ from typing import Any
 import psutil
 import pytest
 
+import posttrain
 from posttrain.core.analysis.evidence import step_files, steps_in
 from posttrain.core.data.cursor import Cursor, PinnedModel, read_cursor, write_cursor
 from posttrain.core.errors import PosttrainError, ResourceError, RunError
+from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.runtime.files import whole_folder, write_text
 from posttrain.core.runtime.processes import owner
 from posttrain.core.store.ancestry import Family
@@ -384,3 +386,17 @@ def test_a_device_or_a_pipe_is_written_into_and_stays(tmp_path: Path) -> None:
     os.close(reader)
     assert pipe.is_fifo() and link.is_symlink()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "pipe"]
+
+
+def test_a_loaded_run_has_its_warnings_without_credentials(tmp_path: Path) -> None:
+    recorder = made_run(tmp_path, make_tiny_model(tmp_path / "tiny"))
+    assert posttrain.load(RUN, home=tmp_path).warnings == ()
+    recorder.warn("sft: http://user:s3cr3t-Hunter2@host is away")
+    recorder.stage("rm", "a" * 64)
+    loaded = posttrain.load(RUN, home=tmp_path)
+    assert loaded.warnings == ("sft: http://***@host is away",)
+    record = recorder.folder / RECORD
+    row = json.loads(record.read_text())
+    del row["warnings"]  # of a version that did not keep them
+    record.write_text(json.dumps(row))
+    assert posttrain.load(RUN, home=tmp_path).warnings == ()

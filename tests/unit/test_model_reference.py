@@ -69,6 +69,27 @@ def test_a_registered_model_is_found_by_alias_and_version(home: Path) -> None:
         find_model("models:/sumz@champion", home)
 
 
+@pytest.mark.parametrize("database", [True, False])
+def test_a_registered_model_that_is_not_there_is_one_error_for_every_command(
+    home: Path, database: bool
+) -> None:
+    if database:
+        connect(prepare_database(home)).create_registered_model("sums")
+    given = ["models:/sums/2", "models:/sums@champion", "sums@champion", "models:/sumz@champion"]
+    for model in given:
+        with pytest.raises(ResourceError) as found:
+            find_model(model, home)
+        with pytest.raises(ResourceError) as blamed:
+            Blame(home, home / "artifacts").of(model)
+        assert str(blamed.value) == str(found.value)
+    for model in ["models:/sumz", "sums/2", *(["sums", "models:/sums"] if database else [])]:
+        with pytest.raises(ResourceError, match="there is no such model in MLflow"):
+            Blame(home, home / "artifacts").of(model)
+    for model in ["sumz", "./2", "~/2"]:
+        with pytest.raises(ConfigError, match="no run"):
+            Blame(home, home / "artifacts").of(model)
+
+
 @pytest.mark.parametrize(
     "given, error, says",
     [

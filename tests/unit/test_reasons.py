@@ -23,6 +23,7 @@ STAGE = {
     "advantage": {"name": "grpo", "scale_by_std": True},
     "rewards": [{"name": "accuracy", "weight": 1.0}, {"name": "format", "weight": 0.2}],
     "lora": None,
+    "fork": None,
 }
 PLUGINS = [("reward", "accuracy", "posttrain 0.1"), ("reward", "brevity", "example 1.2 aaaaaa")]
 SOURCES = {"model": "sft", "reward_model": "rm"}
@@ -148,3 +149,16 @@ def test_a_plugin_that_came_with_a_setting_is_told_by_the_setting() -> None:
     assert (
         described(before={"plugins": PLUGINS[:1]}) == "changed: reward plugin brevity is used now"
     )
+
+
+def test_of_a_fork_the_changes_are_told_and_not_that_it_is_one() -> None:
+    fork = {"stage": f"rl/{'a' * 64}", "step": 2, "seed": None}
+    other = {"stage": f"rl/{'b' * 64}", "step": 1, "seed": 1}
+    assert described(fork=fork, steps=4) == "changed: stages.rl.steps 3 -> 4"
+    for before in ({}, {"fork": {**other, "seed": None}}):
+        reason = explain("rl", parts(fork=fork), [parts(**before)], SOURCES)
+        assert not reason.changes
+        assert str(reason) == "it begins with the first 2 steps of another run"
+    assert described(fork=other) == "changed: stages.rl.fork.seed null -> 1"
+    assert described(fork=other, before={"fork": fork}) == "changed: stages.rl.fork.seed null -> 1"
+    assert described(before={"fork": fork}).startswith("changed: stages.rl.fork {stage: rl/aaa")

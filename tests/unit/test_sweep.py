@@ -296,6 +296,7 @@ def test_a_run_of_another_home_is_here_with_its_record_or_missing_in_one_sentenc
 ) -> None:
     there, here = tmp_path / "there", tmp_path / "here"
     recorder = made_run(there, model)
+    recorder.warn("sft: beware")
     run = record_of(there, RUN)
     del run["stages"]["rl"]  # of a run that has finished all are done
     stage, *_ = run["stages"]
@@ -307,6 +308,7 @@ def test_a_run_of_another_home_is_here_with_its_record_or_missing_in_one_sentenc
 
     assert missing(there / "artifacts") == ""
     assert find_run(here, RUN).stages == run["stages"]
+    assert find_run(here, RUN).warnings == ("sft: beware",)
     assert find_run(here, RUN).config.read_text() == (recorder.folder / "config.yaml").read_text()
     reported = missing(here / "artifacts")
     assert f"the result of its stage '{stage}' is not in {here / 'artifacts'}" in reported

@@ -114,7 +114,7 @@ def test_a_command_that_hangs_is_stopped_and_the_shell_goes_on() -> None:
     first, second = answers[0].messages
     assert first.content == "[stopped: it ran longer than its 0.5 s]"
     assert second.content == "error: no time is left in this turn"
-    assert answers[0].counts == {"calls": 2.0, "failed": 2.0}
+    assert answers[0].counts == {"calls": 2.0, "failed": 2.0, "metric/sandbox_lost": 0.0}
     assert texts(answers)[1] == "on\n[exit code 0]"
     assert time.monotonic() - began < 20
 
@@ -130,7 +130,7 @@ def test_a_command_that_breaks_its_sandbox_ends_the_episode_with_0(folder: Path)
     what = "import resource, os; resource.prlimit(1, resource.RLIMIT_NOFILE, (0, 0))"
     turns = [bash("echo 1 > answer"), *[bash(f'/usr/bin/python3 -c "{what}"')] * 3]
     answers, score = play(turns, folder)
-    assert score == 0.0 and answers[-1].done and answers[-1].counts["sandbox_lost"] == 1
+    assert score == 0.0 and answers[-1].done and answers[-1].counts["metric/sandbox_lost"] == 1
 
 
 # --- the tests of a task ------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from posttrain.core.contracts import Outcome, PromptGroup, SampledGroup
+from posttrain.core.gateway import session
 from posttrain.core.gateway.wire import Refused
 from posttrain.core.rollout.episodes import episode_metrics
 from posttrain.core.tracking.metric_names import check_names
@@ -70,7 +71,7 @@ def test_turns_of_tools_and_users_go_on_from_the_tokens_that_were_sampled() -> N
     assert row.prompt_ids == prompts[0]
     assert len(row.turn_ends) == 3 == len(set(row.state_keys))
     assert [row.token_ids[end] for end in row.turn_ends] == [program.tokenizer.turn_end.token] * 3
-    assert (row.counts["continued"], row.counts["turns"], row.reward) == (2, 3, 1.0)
+    assert (row.counts["metric/continued"], row.counts["turns"], row.reward) == (2, 3, 1.0)
     assert not row.counts["altered"]
     given = [value for value, own in zip(row.logprobs, row.sampled, strict=True) if own]
     assert given == [-1.0 - i for i in range(sum(map(len, program.script.given)))]
@@ -94,7 +95,6 @@ def test_a_sub_agent_and_a_compaction_are_branches() -> None:
         ["plan" + END, "all done" + END],
         ["sub done" + END],
     ]
-    assert rows[0].counts["branches"] == 3
 
 
 def test_a_branch_is_continued_after_a_sibling() -> None:
@@ -193,7 +193,7 @@ def test_a_marked_retry_gets_the_first_answer_and_an_unmarked_one_a_sample_of_it
     assert len(seeds) == 2 and seeds[0] != seeds[1]
     rows = program.seal()
     assert learned(rows, program) == [["two" + END], ["one" + END]]
-    assert rows[0].counts["retries"] == 1
+    assert rows[0].counts["metric/retries"] == 1
 
 
 def test_a_marked_retry_joins_the_call_that_runs() -> None:
@@ -311,7 +311,7 @@ def test_a_call_that_cannot_be_read_is_served_as_text() -> None:
 
     played(play)
     rows = program.seal()
-    assert len(rows) == 1 and rows[0].counts["malformed"] == 1
+    assert len(rows) == 1 and rows[0].counts["metric/malformed"] == 1
 
 
 def test_arguments_have_the_types_of_the_tools_that_the_request_offers() -> None:
@@ -342,7 +342,7 @@ def test_a_program_without_calls_left_reads_one_text_and_then_errors() -> None:
     played(play)
     rows = program.seal(Outcome(reward=0.5))
     assert learned(rows, program) == [["one" + END]]
-    assert (rows[0].failed, rows[0].reward, rows[0].counts["refused"]) == ("", 0.5, 2)
+    assert (rows[0].failed, rows[0].reward, rows[0].counts["metric/refused"]) == ("", 0.5, 2)
 
 
 def test_more_open_calls_than_the_limit_wait() -> None:
@@ -379,13 +379,20 @@ def test_rewards_of_calls_are_those_of_their_turns() -> None:
     assert (row.turn_rewards, row.reward) == ((0.25, 0.5), 0.75)
 
 
-def test_the_run_decides_how_it_samples() -> None:
-    program = Program(["one"])
-    played(lambda: program.ask(user("go"), temperature=0, seed=4, top_p=0.5, max_tokens=7))
+def test_the_run_decides_how_it_samples(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "_warned", set())
+    program = Program(["one", "two"])
+    own = {"temperature": 0, "seed": 4, "top_p": 0.5, "tool_choice": "required"}
+    played(lambda: program.ask(user("go"), max_tokens=7, tools=[TOOL], **own))
+    played(lambda: program.ask(user("on"), tools=[TOOL], **own))
     params = program.script.asked[0][1]
     assert (params.temperature, params.top_p, params.max_tokens) == (1.0, 1.0, 7)
     assert params.seed != 4
-    assert program.seal()[0].counts["overridden"] == 1
+    choice, sampling = [record.getMessage() for record in caplog.records]
+    assert choice.startswith("a program asks by tool_choice that a tool be called: it is taken as")
+    assert sampling.startswith("a program asks for its own seed, temperature, top_p: the run's are")
 
 
 @pytest.mark.parametrize(
@@ -459,12 +466,19 @@ def test_the_parts_of_a_score_are_metrics_of_the_episodes_that_have_them() -> No
     prompt = PromptGroup(Problem("a", "a", "", ""), ())
     groups = []
     for rewards in ({"right": 1.0, "short": 0.5}, {"right": 0.0}):
-        program = Program(["yes"])
+        program = Program(["yes"], max_calls=1)
         asyncio.run(program.ask(user("a")))
+        if not groups:
+            asyncio.run(program.ask(user("b")))
+            with pytest.raises(Refused):
+                asyncio.run(program.ask(user("b")))
         outcome = Outcome(1.0, rewards, {"metric/letters": 3.0, "letters": 7.0})
         groups.append(SampledGroup(prompt, tuple(program.seal(outcome))))
     metrics = episode_metrics(groups)
     parts = {name: value for name, value in metrics.items() if name.startswith("env/")}
     expected = {"env/reward/right": 0.5, "env/reward/short": 0.5, "env/metric/letters": 3.0}
+    asked = dict.fromkeys(("continued", "malformed", "refused", "retries"), 0.0)
+    asked["refused"] = 1.0  # of two episodes, in the one that asked twice more than it may
+    expected |= {f"env/metric/{name}": value for name, value in asked.items()}
     assert parts == {**expected, "env/outcome": 1.0}
     check_names(metrics)
