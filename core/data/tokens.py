@@ -236,7 +236,9 @@ class ChatTokenizer:
         """
         if completion.finish_reason != "length" or not completion.token_ids:
             return completion.finish_reason == "length"
-        return bool(completion.turn_ends) or completion.token_ids[-1] not in self.end_token_ids
+        own = not completion.sampled or completion.sampled[-1]
+        ended = own and completion.token_ids[-1] in self.end_token_ids
+        return bool(completion.turn_ends) or not ended
 
 
 def pad_left(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:

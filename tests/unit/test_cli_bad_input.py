@@ -286,7 +286,7 @@ def shell(folder: Path, line: str) -> subprocess.CompletedProcess[str]:
     ("line", "code", "says"),
     [
         ("$P schema | head -c 5", 1, ""),
-        ("$P show stage rl --json | head -c 1", 1, ""),
+        ("$P show stage rl --json | true", 1, ""),  # `head` may read all before it ends
         ("$P plugins list >&-", 0, ""),
         ("$P plugins show nope 2>&-", 2, ""),
         ("$P plugins show nope <&-", 2, "no plugin"),
