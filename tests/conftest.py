@@ -115,7 +115,7 @@ def verifiers_python(tmp_path_factory: pytest.TempPathFactory) -> str:
     return python
 
 
-@pytest.fixture(scope="module", params=["processes", "ray"])
+@pytest.fixture(scope="module", params=["processes", pytest.param("ray", marks=pytest.mark.slow)])
 def rank_kind(request: pytest.FixtureRequest) -> Iterator[str]:
     """Where ranks run, with a Ray cluster of this process for those that need one."""
     if request.param != "ray":

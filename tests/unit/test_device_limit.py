@@ -46,6 +46,7 @@ def test_a_server_of_the_run_s_own_is_asked_whether_there_is_a_limit(tmp_path: P
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.slow
 def test_for_a_slot_of_a_server_that_is_away_nobody_waits(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", ELSEWHERE],
