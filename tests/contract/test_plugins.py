@@ -21,8 +21,14 @@ REPO = Path(__file__).resolve().parents[2]
 OWN_SUITE = {"rollout_engine": "transformers", "renderer": "chatml"}
 
 
-# A process for each of some hundred comparisons, of which each answer is asked for four times.
-LONG = [("math_accuracy", "the same scores each time, wherever a sample stands")]
+# A process for each of some hundred comparisons.
+LONG = [
+    ("math_accuracy", "the same scores each time, wherever a sample stands"),
+    (
+        "math_accuracy",
+        "one sound score per sample, whatever the text: never NaN, never a silent None",
+    ),
+]
 
 
 def promises() -> list[Any]:
