@@ -200,10 +200,6 @@ def test_a_schedule_fires_and_its_run_trains(services: Services, nightly: str) -
     trained = [r for r in runs if r.data.tags.get("posttrain.stage") == "rl"]
     assert trained and trained[-1].info.status == "FINISHED"
     assert trained[-1].info.artifact_uri.startswith("mlflow-artifacts:"), "through the server"
-    tasks = services.ask(
-        "POST", "/task_runs/filter", {"flow_runs": {"id": {"any_": [first["id"]]}}}
-    )
-    assert set(STAGES) <= {task["name"] for task in tasks}
     assert client.get_metric_history(trained[-1].info.run_id, "reward/mean")
     models = list((services.home / "artifacts").glob("rl-*/model/model.safetensors"))
     assert models, "in the worker's home"
