@@ -7,7 +7,8 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -41,6 +42,7 @@ from tests.helpers.order import TOGETHER, rank, unit_of  # noqa: E402
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 MLFLOW_SERVERS = ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI")
+THREADS = os.environ.get("OMP_NUM_THREADS", "")
 GIVEN_SERVERS = {name: os.environ[name] for name in MLFLOW_SERVERS if name in os.environ}
 
 # The first call of a torch kernel can take more than a second.
@@ -151,8 +153,14 @@ def nodes(running_nodes: TwoNodes) -> Iterator[TwoNodes]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """Forget the MLflow server of the test before: MLflow keeps it for the whole process, and in
-    the environment, where a command finds it and takes it for the user's."""
+    """Forget what the test before set for the whole process.
+
+    MLflow keeps its server, in the environment too, where a command finds it and takes it for the
+    user's. A command in this process gives torch all cores; next to other workers, threads that
+    wait for each other take several times the processor time.
+    """
+    if THREADS and (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(int(THREADS))
     if (mlflow := sys.modules.get("mlflow")) is not None:
         mlflow.set_tracking_uri(None)
         mlflow.set_registry_uri(None)
@@ -174,6 +182,24 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.enable()
         gc.freeze()
+
+
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    """Each of several workers begins to load the tests at another file.
+
+    In a new clone pytest first makes bytecode of the tests with its own `assert`, which takes as
+    long as all else; so each worker does it for its part, and finds that of the others.
+    """
+    number = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
+    if not (isinstance(collector, pytest.Session) and number):
+        return
+    if collector.config.args != collector.config.getini("testpaths"):
+        return  # only some of the tests
+    files = sorted((REPO / "tests").rglob("test_*.py"))
+    first = len(files) * int(number) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    for file in files[first:] + files[:first]:
+        with suppress(Exception, pytest.skip.Exception):  # pytest says so when it comes there
+            import_module(".".join(file.relative_to(REPO).with_suffix("").parts))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -407,7 +407,12 @@ class EvaluationSection(Section):
 class LimitsSection(Section):
     """Guards of the machine the run is on."""
 
-    num_threads: int = Field(default=0, ge=0, le=10_000, description="CPU threads; 0 = all cores")
+    num_threads: int = Field(
+        default=0,
+        ge=0,
+        le=10_000,
+        description="CPU threads; 0 = OMP_NUM_THREADS, or all cores where it is not set",
+    )
     min_free_gb: float = Field(
         default=1.0, ge=0, le=1_000_000, description="disk that must stay free, GB"
     )
