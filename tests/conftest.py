@@ -7,8 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, ExitStack, suppress
-from importlib import import_module
+from contextlib import AbstractContextManager, ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -182,24 +181,6 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.enable()
         gc.freeze()
-
-
-def pytest_collectstart(collector: pytest.Collector) -> None:
-    """Each of several workers begins to load the tests at another file.
-
-    In a new clone pytest first makes bytecode of the tests with its own `assert`, which takes as
-    long as all else; so each worker does it for its part, and finds that of the others.
-    """
-    number = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
-    if not (isinstance(collector, pytest.Session) and number):
-        return
-    if collector.config.args != collector.config.getini("testpaths"):
-        return  # only some of the tests
-    files = sorted((REPO / "tests").rglob("test_*.py"))
-    first = len(files) * int(number) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
-    for file in files[first:] + files[:first]:
-        with suppress(Exception, pytest.skip.Exception):  # pytest says so when it comes there
-            import_module(".".join(file.relative_to(REPO).with_suffix("").parts))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
