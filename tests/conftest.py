@@ -41,6 +41,7 @@ from tests.helpers.order import TOGETHER, rank, unit_of  # noqa: E402
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 MLFLOW_SERVERS = ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI")
+THREADS = os.environ.get("OMP_NUM_THREADS", "")
 GIVEN_SERVERS = {name: os.environ[name] for name in MLFLOW_SERVERS if name in os.environ}
 
 # The first call of a torch kernel can take more than a second.
@@ -115,7 +116,7 @@ def verifiers_python(tmp_path_factory: pytest.TempPathFactory) -> str:
     return python
 
 
-@pytest.fixture(scope="module", params=["processes", "ray"])
+@pytest.fixture(scope="module", params=["processes", pytest.param("ray", marks=pytest.mark.slow)])
 def rank_kind(request: pytest.FixtureRequest) -> Iterator[str]:
     """Where ranks run, with a Ray cluster of this process for those that need one."""
     if request.param != "ray":
@@ -151,8 +152,14 @@ def nodes(running_nodes: TwoNodes) -> Iterator[TwoNodes]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """Forget the MLflow server of the test before: MLflow keeps it for the whole process, and in
-    the environment, where a command finds it and takes it for the user's."""
+    """Forget what the test before set for the whole process.
+
+    MLflow keeps its server, in the environment too, where a command finds it and takes it for the
+    user's. A command in this process gives torch all cores; next to other workers, threads that
+    wait for each other take several times the processor time.
+    """
+    if THREADS and (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(int(THREADS))
     if (mlflow := sys.modules.get("mlflow")) is not None:
         mlflow.set_tracking_uri(None)
         mlflow.set_registry_uri(None)

@@ -21,6 +21,7 @@ from pydantic_core import PydanticCustomError
 
 from posttrain.core.config.alarms import AlarmsSection
 from posttrain.core.config.base import NO_TASK, Component, Section, StageBase
+from posttrain.core.config.cluster_section import ClusterSection
 from posttrain.core.config.distill_stage import DistillStage, RecordTeacherStage
 from posttrain.core.config.evaluation_stages import BenchmarkStage, EvaluateStage
 from posttrain.core.config.fork_section import ForkedFromSection
@@ -32,7 +33,6 @@ from posttrain.core.config.preference_stages import (
 )
 from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.config.sections import (
-    ClusterSection,
     EvaluationSection,
     GenerationSection,
     KeepSection,

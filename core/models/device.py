@@ -36,9 +36,16 @@ def choose_dtype(section: ModelSection) -> torch.dtype:
     return torch.float32 if section.dtype == "float32" else torch.bfloat16
 
 
+def cpu_threads(num_threads: int) -> int:
+    """`num_threads`; if that is 0, OMP_NUM_THREADS, or else all cores that this process may use."""
+    given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    asked = int(given) if given.isdecimal() else 0
+    return num_threads or asked or len(os.sched_getaffinity(0))
+
+
 def set_threads(num_threads: int) -> None:
-    """Use `num_threads` CPU threads; 0 means all cores this process may use."""
-    torch.set_num_threads(num_threads or len(os.sched_getaffinity(0)))
+    """Use `cpu_threads(num_threads)` threads."""
+    torch.set_num_threads(cpu_threads(num_threads))
 
 
 def peak_memory_gb() -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from posttrain.core.cluster.group import RankGroup
 from posttrain.core.cluster.processes import RankProcesses
 from posttrain.core.config.schema import RunConfig
 from posttrain.core.config.sections import OptimizerBase
-from posttrain.core.models.device import is_cuda
+from posttrain.core.models.device import cpu_threads, is_cuda
 from posttrain.core.store.artifacts import Artifact
 from posttrain.core.store.mirror import mirror_of
 from posttrain.core.store.remote import StoreAway
@@ -120,7 +119,7 @@ def _ranks(stage: StageInputs) -> RankGroup:
 
         env = {"OMP_NUM_THREADS": str(run.cluster.learner.cpus)}
         return RayRanks(size, WORKER, env, resources_of_rank(run, nodes()))
-    cores = run.limits.num_threads or len(os.sched_getaffinity(0))
+    cores = cpu_threads(run.limits.num_threads)
     threads = 0 if is_cuda(stage.runtime.device) else max(1, cores // size)
     return RankProcesses(size, WORKER, {"OMP_NUM_THREADS": str(threads or cores)})
 

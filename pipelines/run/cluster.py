@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from posttrain.core.config.cluster_section import ClusterSection, NodePoolSection
 from posttrain.core.config.schema import RunConfig
-from posttrain.core.config.sections import ClusterSection, NodePoolSection
 from posttrain.core.errors import ResourceError
 from posttrain.pipelines.services.cluster import require_ray, token_file
 

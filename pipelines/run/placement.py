@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from posttrain.core.config.cluster_section import NodePoolSection
 from posttrain.core.config.schema import RunConfig
-from posttrain.core.config.sections import NodePoolSection
 from posttrain.core.errors import ResourceError
 from posttrain.pipelines.ranks.trainer import resources_of_rank
 from posttrain.pipelines.run.cluster import joined_cluster, pools_of

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
-from posttrain.core.config.sections import NodePoolSection
+from posttrain.core.config.cluster_section import NodePoolSection
 from posttrain.core.rollout.answers import AnswersHere
 from posttrain.core.rollout.episodes import EpisodeRunner
 from posttrain.pipelines.stage.context import StageContext

@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from posttrain.core.config.sections import ClusterSection, RaySection
+from posttrain.core.config.cluster_section import ClusterSection, RaySection
 from posttrain.core.errors import ConfigError, PosttrainError, ResourceError
 from posttrain.core.redaction import redacted
 from posttrain.pipelines.run.cluster import address_of

@@ -26,6 +26,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield cluster
 
 
+@pytest.mark.slow
 def test_a_node_that_is_asked_to_leave_is_known_and_one_that_ends_is_noticed(
     cluster: Cluster,
 ) -> None:

@@ -31,12 +31,14 @@ def ranks() -> Iterator[RankGroup]:
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["weights", "lora"])
+@pytest.mark.slow
 def test_the_gradient_is_the_plain_one(ranks: RankGroup, lora: bool) -> None:
     options = Options(lora=lora, micro_batch_size=1)
     found = ranks.call("gradient", "llama", options, check=nothing)
     assert_equal_gradients(found, plain_gradients("llama", options))
 
 
+@pytest.mark.slow
 def test_updates_checkpoints_and_digests_are_those_of_one_process(
     ranks: RankGroup, tmp_path: Path
 ) -> None:

@@ -42,6 +42,7 @@ from posttrain.plugins.engines.vllm_server import VllmServerEngine
 from tests.helpers.engines import (
     MAX_LEN,
     STOP,
+    AnyEngine,
     Host,
     Running,
     assert_logprobs,
@@ -78,9 +79,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 )
 def running(request: pytest.FixtureRequest, folders: tuple[Path, Path]) -> Iterator[Running]:
     engine = make_engine(request.param)
-    reason = engine.unavailable_reason()
-    if reason:
+    if reason := engine.unavailable_reason():
         pytest.skip(reason)
+    yield from started(engine, folders)
+
+
+def started(engine: AnyEngine, folders: tuple[Path, Path]) -> Iterator[Running]:
+    """The engine at work, and closed afterwards."""
     model, other = (AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32) for f in folders)
     tokenizer = make_tiny_tokenizer()
     before, setup = Host.now(), make_setup(folders[0])
@@ -477,11 +482,17 @@ def test_an_adapter_that_does_not_fit_is_refused_and_nothing_changes(
     assert_same(running, running.engine.generate(running.prompts, params), before)
 
 
+@pytest.fixture(scope="module")
+def two_servers(folders: tuple[Path, Path]) -> Iterator[Running]:
+    """An engine with two servers, which are killed."""
+    engine = make_engine("vllm_server", replicas=2)
+    if reason := engine.unavailable_reason():
+        pytest.skip(reason)
+    yield from started(engine, folders)
+
+
 def servers_of(running: Running) -> VllmFleet:
-    """The servers behind the engine; skips the engines that have none."""
-    if not isinstance(running.engine, VllmServerEngine):
-        pytest.skip("about servers that die: this engine lives in the process of the run")
-    assert running.engine._fleet is not None
+    assert isinstance(running.engine, VllmServerEngine) and running.engine._fleet is not None
     return running.engine._fleet
 
 
@@ -496,10 +507,12 @@ def kill_server(process: ServerProcess) -> None:
     os.killpg(server.pid, signal.SIGKILL)
 
 
+@pytest.mark.slow  # vLLM's servers take long to start: test_server_replicas.py has light ones
+@pytest.mark.vllm
 def test_a_server_killed_at_work_loses_no_sample_and_doubles_none(
-    running: Running, caplog: pytest.LogCaptureFixture
+    two_servers: Running, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fleet = servers_of(running)
+    running, fleet = two_servers, servers_of(two_servers)
     params = SamplingParams(num_generations=40, max_tokens=40, seed=19)
     whole = running.engine.generate(running.prompts, params)
     first, second = fleet.replicas
@@ -518,8 +531,10 @@ def test_a_server_killed_at_work_loses_no_sample_and_doubles_none(
     assert_logprobs(running, running.other, after)
 
 
-def test_when_no_server_is_left_the_error_has_the_end_of_their_logs(running: Running) -> None:
-    fleet = servers_of(running)
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_when_no_server_is_left_the_error_has_the_end_of_their_logs(two_servers: Running) -> None:
+    running, fleet = two_servers, servers_of(two_servers)
     processes = [process_of(replica) for replica in fleet.replicas if replica.alive]
     params = SamplingParams(num_generations=40, max_tokens=40, seed=21)
     with ThreadPoolExecutor(1) as thread:
@@ -538,8 +553,8 @@ def test_when_no_server_is_left_the_error_has_the_end_of_their_logs(running: Run
 def test_an_engine_closes_twice_and_starts_again(running: Running) -> None:
     """Last, because it stops the engine of this module.
 
-    Servers are dead by then, and starting new ones would only repeat the first start: of them, that
-    closing leaves none behind.
+    Starting new servers would only repeat the first start: of them, that closing leaves none
+    behind.
     """
     params = SamplingParams(num_generations=2, max_tokens=8, seed=14)
     fleet = running.engine._fleet if isinstance(running.engine, VllmServerEngine) else None
@@ -556,7 +571,6 @@ def test_an_engine_closes_twice_and_starts_again(running: Running) -> None:
             call()
     assert not torch.distributed.is_initialized()
     if fleet:
-        shutil.rmtree(fleet.folder)  # their logs, which stay when one was lost
         return
     running.engine.start(running.setup)
     assert running.engine.generate(running.prompts, params) == before

@@ -295,6 +295,7 @@ def test_tools_over_mcp() -> None:
 @pytest.mark.skipif(
     not set(levels_available()) - {"rlimits"}, reason="no sandbox here has folders of its own"
 )
+@pytest.mark.slow
 def test_task_folders_whose_solution_is_wrong_or_not_needed_are_found(tmp_path: Path) -> None:
     tasks = tmp_path / "tasks"
     for name in ("hello", "fix-script"):

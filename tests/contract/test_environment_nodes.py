@@ -101,6 +101,7 @@ def test_a_thousand_calls_that_wait_cost_little_more_than_one(nodes: TwoNodes) -
             assert time.monotonic() - began < 20, "one after another they take 500 s"
 
 
+@pytest.mark.slow
 def test_a_tool_that_takes_one_call_at_a_time_gets_one(nodes: TwoNodes) -> None:
     local = here(Single, seconds=0.1)
     assert local.at_once == 1
@@ -112,6 +113,7 @@ def test_a_tool_that_takes_one_call_at_a_time_gets_one(nodes: TwoNodes) -> None:
         assert len(set(texts(pool.to(called(["pid"] * 8, "single"))))) == 2
 
 
+@pytest.mark.slow
 def test_a_call_that_fails_on_a_node_is_tried_once_elsewhere(
     nodes: TwoNodes, tmp_path: Path
 ) -> None:
@@ -137,6 +139,7 @@ def test_calls_of_a_killed_actor_are_made_elsewhere(nodes: TwoNodes) -> None:
     assert not any("own process" in text for text in warnings)
 
 
+@pytest.mark.slow
 def test_a_call_that_ends_its_process_is_found_and_costs_no_other_one(nodes: TwoNodes) -> None:
     warnings: list[str] = []
     numbers = ["1", "2", "3", "exit", "4", "5", "6", "7"]
@@ -148,6 +151,7 @@ def test_a_call_that_ends_its_process_is_found_and_costs_no_other_one(nodes: Two
     assert again == ["88"]
 
 
+@pytest.mark.slow
 def test_a_call_that_does_not_end_is_given_up(nodes: TwoNodes) -> None:
     warnings: list[str] = []
     with on_nodes(here(seconds=3600.0), warnings, timeout_s=0.5) as pool:
@@ -157,6 +161,7 @@ def test_a_call_that_does_not_end_is_given_up(nodes: TwoNodes) -> None:
     assert any("did not answer in time" in text for text in warnings)
 
 
+@pytest.mark.slow
 def test_a_stop_is_heard_while_calls_wait(nodes: TwoNodes) -> None:
     stop = threading.Event()
 
@@ -196,6 +201,7 @@ class Remembers(Environment[NoConfig]):
 """
 
 
+@pytest.mark.slow
 def test_an_environment_in_a_local_file_has_states_of_its_own_classes(
     nodes: TwoNodes, tmp_path: Path
 ) -> None:
@@ -221,12 +227,14 @@ class Raises(Environment[NoConfig]):
         raise ValueError("no such state")
 
 
+@pytest.mark.slow
 def test_an_environment_that_raises_ends_the_run(nodes: TwoNodes) -> None:
     with on_nodes(AnswersHere(Raises(NoConfig()), ()), []) as pool:
         with pytest.raises(RunError, match="ValueError: no such state"):
             pool.to(called(["1"]))
 
 
+@pytest.mark.slow
 def test_a_tool_whose_files_nodes_do_not_have_is_one_sentence(
     nodes: TwoNodes, tmp_path: Path
 ) -> None:

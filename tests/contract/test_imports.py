@@ -50,6 +50,7 @@ def test_every_plugin_is_loaded_without_what_only_runs_need() -> None:
     assert loaded_heavy(code) == ["torch"]
 
 
+@pytest.mark.slow
 def test_a_run_that_reuses_every_stage_need_not_load_model_code() -> None:
     assert loaded_heavy("import posttrain.pipelines.run.flow", MODEL_CODE) == []
     stage = "import posttrain.pipelines.stages.sft"  # which kinds.py imports when one is computed

@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         pytest.param("transformers", torch.float32, marks=pytest.mark.slow),
         ("transformers", torch.bfloat16),
-        pytest.param("vllm", torch.float32, marks=pytest.mark.vllm),
+        pytest.param("vllm", torch.float32, marks=[pytest.mark.vllm, pytest.mark.slow]),
         pytest.param("vllm", torch.bfloat16, marks=[pytest.mark.vllm, pytest.mark.slow]),
     ],
 )

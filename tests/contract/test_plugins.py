@@ -21,10 +21,25 @@ REPO = Path(__file__).resolve().parents[2]
 OWN_SUITE = {"rollout_engine": "transformers", "renderer": "chatml"}
 
 
+# A process for each of some hundred comparisons.
+LONG = [
+    ("math_accuracy", "the same scores each time, wherever a sample stands"),
+    (
+        "math_accuracy",
+        "one sound score per sample, whatever the text: never NaN, never a silent None",
+    ),
+]
+
+
 def promises() -> list[Any]:
     """(plugin, check) for every check of every installed plugin."""
     return [
-        pytest.param(entry, check, id=f"{entry.kind}-{entry.name}-{check.name}")
+        pytest.param(
+            entry,
+            check,
+            id=f"{entry.kind}-{entry.name}-{check.name}",
+            marks=[pytest.mark.slow] if (entry.name, check.name) in LONG else [],
+        )
         for entry in MANAGER.entries()
         for check in checks_of(entry.kind)
         if not check.kinds or OWN_SUITE.get(entry.kind, entry.name) == entry.name

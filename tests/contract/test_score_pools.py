@@ -186,6 +186,7 @@ class Weak(Reward[Sandboxed]):
         return [Score(1.0)]
 
 
+@pytest.mark.slow
 def test_a_node_with_a_weaker_sandbox_refuses(nodes: TwoNodes) -> None:
     from posttrain.core.cluster.on_ray.pools import PoolResources, RayNodes
     from posttrain.core.contracts.spec import Shipped
@@ -220,6 +221,7 @@ class Mine(Reward[NoConfig]):
 """
 
 
+@pytest.mark.slow
 def test_a_reward_in_a_local_file_is_sent_along(nodes: TwoNodes, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(LOCAL)
     (tmp_path / "near.py").write_text("def value(text):\n    return float(len(text))\n")
@@ -230,6 +232,7 @@ def test_a_reward_in_a_local_file_is_sent_along(nodes: TwoNodes, tmp_path: Path)
         assert [s.value for s in score(pool, ["a", "abc"])] == [1.0, 3.0]
 
 
+@pytest.mark.slow
 def test_a_reward_that_nodes_do_not_have_is_one_sentence(
     nodes: TwoNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

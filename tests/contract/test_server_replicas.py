@@ -35,13 +35,15 @@ SELDOM_ON_A_CLUSTER = pytest.mark.parametrize(
     "kind", ["here", pytest.param("cluster", marks=pytest.mark.slow)], indirect=True, scope="module"
 )
 """What becomes of a server is decided above the way to it."""
-ON_A_CLUSTER = pytest.mark.parametrize("kind", ["cluster"], indirect=True, scope="module")
+ON_A_CLUSTER = pytest.mark.parametrize(
+    "kind", [pytest.param("cluster", marks=pytest.mark.slow)], indirect=True, scope="module"
+)
 PROMPTS = [[5, 6, 7], [8, 9], [10]]
 PARAMS = SamplingParams(num_generations=20, max_tokens=8, seed=3)
 WAIT_S = 60
 
 
-@pytest.fixture(scope="module", params=["here", "cluster"])
+@pytest.fixture(scope="module", params=["here", pytest.param("cluster", marks=pytest.mark.slow)])
 def kind(request: pytest.FixtureRequest) -> Iterator[str]:
     if request.param == "cluster":
         if find_spec("ray") is None:
@@ -306,8 +308,8 @@ def test_an_actor_that_is_killed_takes_its_server_with_it_and_both_come_back(
     assert not list(Path("/dev/shm").glob("posttrain-files-*")), "no weights stay in memory"
 
 
-@ON_A_CLUSTER
-def test_what_servers_leave_of_the_nodes_is_what_ranks_have(kind: str) -> None:
+def test_what_servers_leave_of_the_nodes_is_what_ranks_have() -> None:
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'posttrain[ray]'")
     from posttrain.core.cluster.on_ray.connection import Node, room, without
 
     nodes = [Node("a", 4, 2), Node("b", 8, 1)]

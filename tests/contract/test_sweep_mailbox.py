@@ -58,6 +58,7 @@ def test_messages_arrive_in_order_and_of_steps_that_wait_the_last(run_id: UUID) 
     assert not stop.is_set()
 
 
+@pytest.mark.slow
 def test_a_run_whose_messages_are_read_goes_on_and_another_is_stopped(run_id: UUID) -> None:
     stop = threading.Event()
     with Mailbox(run_id, stop) as mailbox:

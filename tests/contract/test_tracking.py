@@ -288,7 +288,7 @@ def test_registering_moves_the_alias_and_never_makes_a_second_version_of_one_mod
         register_model(uri, "m-none", "demo", "candidate", {})
 
 
-@pytest.mark.parametrize("folder", ["model", "reward_model"])
+@pytest.mark.parametrize("folder", ["model", pytest.param("reward_model", marks=pytest.mark.slow)])
 def test_the_code_on_a_models_page_loads_it(uri: str, tmp_path: Path, folder: str) -> None:
     made = make_tiny_model(tmp_path / folder)
     if folder == "reward_model":

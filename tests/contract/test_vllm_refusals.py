@@ -20,6 +20,7 @@ from tests.helpers.engines import make_engine, make_setup
     VllmEngine.unavailable_reason() is not None or torch.cuda.is_available(),
     reason="vLLM's build for CPUs, whose attention has heads of some sizes only",
 )
+@pytest.mark.slow
 def test_a_head_size_without_a_kernel_is_refused_in_a_sentence(tmp_path: Path) -> None:
     tokenizer = make_tiny_tokenizer()
     config = LlamaConfig(

@@ -146,6 +146,7 @@ def test_pools_that_are_killed_on_the_way_change_nothing(
     assert not running_nodes.actors()
 
 
+@pytest.mark.slow
 def test_plan_and_validate_say_what_pools_need(running_nodes: TwoNodes, config: Path) -> None:
     where = ("--home", str(running_nodes.home), "--no-calibration", "--json")
     plan = run_command("plan", str(config), *given(running_nodes), *where)

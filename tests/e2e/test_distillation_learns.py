@@ -38,6 +38,7 @@ def test_every_way_to_learn_from_a_teacher_reaches_it(tmp_path: Path, seed: int)
     assert all(value > 0.85 for value in reached.values()), reached
 
 
+@pytest.mark.slow
 def test_a_student_follows_a_teacher_of_another_tokenizer(tmp_path: Path) -> None:
     learned = distil_texts(tmp_path, 0, {"uld": BY_TEXT["uld"]}, steps=6)
     verdicts = learned.history("uld", "acc/mean")

@@ -107,7 +107,7 @@ ERROR = 'raise ValueError("Task run is not set") from None'
 @pytest.mark.parametrize(
     ("number", "instead"),
     [
-        pytest.param("SIGINT", "pass", id="SIGINT-nothing"),
+        pytest.param("SIGINT", "pass", id="SIGINT-nothing", marks=pytest.mark.slow),
         pytest.param("SIGTERM", ERROR, id="SIGTERM-error", marks=pytest.mark.slow),
         pytest.param("SIGINT", ERROR, id="SIGINT-error", marks=pytest.mark.slow),
         pytest.param("SIGTERM", "pass", id="SIGTERM-nothing", marks=pytest.mark.slow),

@@ -162,7 +162,10 @@ def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("plugins")
 @pytest.mark.parametrize(
     ("engine", "proof"),
-    [("forgetful", "46 probe tokens are bit for bit"), ("honest", "differ from the trainer's")],
+    [
+        pytest.param("forgetful", "46 probe tokens are bit for bit", marks=pytest.mark.slow),
+        ("honest", "differ from the trainer's"),
+    ],
 )
 def test_a_skipped_weight_sync_stops_the_run_at_the_first_step(
     tmp_path: Path, engine: str, proof: str

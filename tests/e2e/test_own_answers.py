@@ -16,6 +16,7 @@ LIMIT = 10
 """Tokens of "6 + 2 = 8" with its end; "6 + 8 = 14" has as many without."""
 
 
+@pytest.mark.slow
 def test_an_answer_without_an_end_is_chosen_with_a_warning_or_never(tmp_path: Path) -> None:
     config = tiny_config(make_tiny_model(tmp_path / "model"))
     taught = config["stages"]["sft"] | {"steps": 100, "batch_size": 32}

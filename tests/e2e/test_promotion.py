@@ -145,6 +145,7 @@ def test_an_answer_changes_only_by_another_and_the_first_model_is_champion(
     assert versions(workspace)["1"].tags["digest"] == sft["digest"]
 
 
+@pytest.mark.slow
 def test_a_kill_between_registering_and_moving_registers_once_and_loses_nothing(
     workspace: Path, better: Finished
 ) -> None:
@@ -161,6 +162,7 @@ def test_a_kill_between_registering_and_moving_registers_once_and_loses_nothing(
     assert better.result["stages"]["gate"]["status"] == "cached", "its answer stands"
 
 
+@pytest.mark.slow
 def test_an_old_answer_is_for_no_other_model_and_a_worse_one_moves_nothing(
     workspace: Path, better: Finished
 ) -> None:
@@ -182,6 +184,7 @@ def rollback(workspace: Path, *given: str, code: int = 0) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_rollback_goes_to_the_champion_before_and_is_not_undone_by_a_run(
     workspace: Path, better: Finished
 ) -> None:

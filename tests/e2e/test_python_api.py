@@ -106,7 +106,7 @@ RESULTS = {
     "sft_on_chats.py": r"Name: sft/loss",
     "compare_two.py": r"what differs between the configs(.|\n)*stages.rl.algorithm|policy_loss",
 }
-LONG_EXAMPLES = ("own_reward.py", "compare_two.py")
+LONG_EXAMPLES = ("own_reward.py", "compare_two.py", "dpo_from_pairs.py", "run_and_read.py")
 
 
 @pytest.mark.usefixtures("reports_there")

@@ -76,6 +76,7 @@ def config_of(folder: Path) -> Path:
 
 
 @pytest.mark.usefixtures("brittle")
+@pytest.mark.slow
 def test_failures_are_metrics_and_rows_of_the_samples_table_and_too_many_stop_the_run(
     tmp_path: Path,
 ) -> None:

@@ -34,6 +34,8 @@ from tests.helpers.pipeline import (
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
+pytestmark = pytest.mark.slow
+
 STAGES = ["evaluate_base", "sft", "reward_model", "rl", "evaluate", "register"]
 QUIET = """
 localStorage.setItem("mlflow.assistant.panelOpen_v1", "false");

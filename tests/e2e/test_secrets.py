@@ -76,6 +76,7 @@ def test_a_server_that_does_not_answer_is_named_without_its_password(tmp_path: P
     assert not [f for f in home.rglob("*") if f.is_file() and SECRET.encode() in f.read_bytes()]
 
 
+@pytest.mark.slow
 def test_the_processes_of_a_sweep_write_no_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -136,6 +136,7 @@ def test_the_database_refuses_who_has_no_password(services: Services) -> None:
     psycopg2.connect(**where, passfile=str(services.home / "services" / "pgpass")).close()
 
 
+@pytest.mark.slow
 def test_a_run_is_on_both_servers_and_nothing_of_it_in_local_databases(
     services: Services, runs: list[Run]
 ) -> None:
@@ -163,6 +164,7 @@ def test_a_run_is_on_both_servers_and_nothing_of_it_in_local_databases(
     assert list((services.home / "services" / "mlflow").rglob("config.yaml"))
 
 
+@pytest.mark.slow
 def test_two_homes_on_one_server_do_not_interfere(services: Services, runs: list[Run]) -> None:
     """They trained at the same time, each all of it, to the same weights, in runs of their own."""
     digests = []
@@ -197,6 +199,7 @@ def test_a_schedule_fires_and_its_run_trains(services: Services, nightly: str) -
     runs = client.search_runs([experiment.experiment_id])
     trained = [r for r in runs if r.data.tags.get("posttrain.stage") == "rl"]
     assert trained and trained[-1].info.status == "FINISHED"
+    assert trained[-1].info.artifact_uri.startswith("mlflow-artifacts:"), "through the server"
     assert client.get_metric_history(trained[-1].info.run_id, "reward/mean")
     models = list((services.home / "artifacts").glob("rl-*/model/model.safetensors"))
     assert models, "in the worker's home"
@@ -369,6 +372,7 @@ def test_the_deployments_of_the_repository_can_be_made(services: Services, tmp_p
         assert all(field.get("description") for field in request["properties"].values())
 
 
+@pytest.mark.slow
 def test_a_kubernetes_pool_takes_a_deployment(services: Services, config: Path) -> None:
     template = json.loads((REPOSITORY / "infra/kubernetes/base-job-template.json").read_text())
     pool = {"name": "cluster", "type": "kubernetes", "base_job_template": template}

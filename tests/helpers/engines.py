@@ -87,7 +87,7 @@ def make_engine(name: str, **fields: Any) -> AnyEngine:  # Any: config fields
     if name == "vllm":
         return VllmEngine(VllmEngineConfig(kv_cache_gb=0.25, max_lora_rank=8, **fields))
     if name == "vllm_server":
-        fields = {"replicas": 2, "num_threads": 1, "max_lora_rank": 8, "restarts": 0, **fields}
+        fields = {"replicas": 1, "num_threads": 1, "max_lora_rank": 8, "restarts": 0, **fields}
         return VllmServerEngine(VllmServerConfig(kv_cache_gb=0.25, **fields))
     return TransformersEngine(TransformersEngineConfig(**fields))
 

@@ -32,6 +32,7 @@ ELSEWHERE = 'from posttrain.pipelines.run.flow import device_tags; print(device_
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_a_server_of_the_run_s_own_is_asked_whether_there_is_a_limit(tmp_path: Path) -> None:
     home = prepared(tmp_path / "home")
     done = subprocess.run(
@@ -46,6 +47,7 @@ def test_a_server_of_the_run_s_own_is_asked_whether_there_is_a_limit(tmp_path: P
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.slow
 def test_for_a_slot_of_a_server_that_is_away_nobody_waits(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", ELSEWHERE],

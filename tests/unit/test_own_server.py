@@ -83,6 +83,7 @@ sys.exit(3)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", ["SIGKILL", "SIGSTOP"])
 def test_a_server_that_goes_away_at_the_end_holds_no_run(tmp_path: Path, number: str) -> None:
     """After the last request that would have shown it; Prefect still has events to send.

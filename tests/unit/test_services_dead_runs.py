@@ -79,6 +79,7 @@ def test_only_runs_whose_process_is_gone_are_ended(
     assert all(body["force"] and body["state"]["type"] == "CRASHED" for _, body in sent)
 
 
+@pytest.mark.slow
 def test_a_lease_that_cannot_be_renewed_ends_no_deployed_run() -> None:
     """Prefect's own lease cancels what runs inside after three attempts."""
     code = (

@@ -290,6 +290,7 @@ except PosttrainError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_hub_s_data_set_is_a_source_of_rows_like_a_file(hub: str, tmp_path: Path) -> None:
     found = [run_hub(tmp_path / name, hub, READ_SOURCE)[0] for name in ("one", "two")]
     assert found[0] == found[1], "the digests are those of the content"

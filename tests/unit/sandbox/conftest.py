@@ -68,6 +68,17 @@ def level(request: pytest.FixtureRequest) -> Level:
     return chosen
 
 
+HEAVY = pytest.mark.parametrize(
+    "level",
+    [
+        level if level == "bubblewrap" else pytest.param(level, marks=pytest.mark.slow)
+        for level in LEVELS
+    ],
+    indirect=True,
+)
+"""For tests that take seconds: every level among the slow ones, the strongest always."""
+
+
 @pytest.fixture
 def claims(level: Level) -> Callable[[str], None]:
     """Skips what the level does not claim to contain, by the table that users read."""

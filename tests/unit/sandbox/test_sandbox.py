@@ -23,7 +23,13 @@ from posttrain.core.sandbox import runner
 from posttrain.core.sandbox.job import Job
 from posttrain.core.sandbox.model import LEVELS, Level, SandboxResult, SandboxSettings, table
 from posttrain.core.sandbox.runner import Interpreter, Probe, Sandbox
-from tests.unit.sandbox.conftest import SMALL, interpreter_at, running_with, wait_until_gone
+from tests.unit.sandbox.conftest import (
+    HEAVY,
+    SMALL,
+    interpreter_at,
+    running_with,
+    wait_until_gone,
+)
 
 Run = Callable[..., SandboxResult]
 REPO = Path(__file__).resolve().parents[3]
@@ -49,6 +55,7 @@ def test_a_program_reads_what_it_is_given_and_files_beside_it(level: Level) -> N
         box.run("", files={"../x": b""})
 
 
+@HEAVY
 @pytest.mark.parametrize("closed", [False, True])
 def test_folders_of_any_depth_are_removed(run: Run, level: Level, closed: bool) -> None:
     """10,000 folders in one another, made by moving into each; the path is far too long to use."""

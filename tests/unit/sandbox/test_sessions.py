@@ -22,7 +22,13 @@ from posttrain.core.sandbox.inside import pack, unpack
 from posttrain.core.sandbox.model import SESSIONS, Level, SandboxLimits, sessions_table
 from posttrain.core.sandbox.runner import Interpreter, Sandbox, guard_start, levels_available
 from posttrain.core.sandbox.session import FilesError, Session, SessionLost, archive
-from tests.unit.sandbox.conftest import SMALL, interpreter_at, running_with, wait_until_gone
+from tests.unit.sandbox.conftest import (
+    HEAVY,
+    SMALL,
+    interpreter_at,
+    running_with,
+    wait_until_gone,
+)
 
 REPO = Path(__file__).resolve().parents[3]
 T = TypeVar("T")
@@ -218,6 +224,7 @@ def test_a_command_that_hangs_ends_alone(play: Play[None], token: str) -> None:
     play(use)
 
 
+@HEAVY
 def test_a_gigabyte_of_output_is_cut(play: Play[None]) -> None:
     async def use(session: Session) -> None:
         ended = await session.run("echo first; yes | head -c 1000000000; echo last", wall_s=60)
@@ -343,6 +350,7 @@ def test_a_call_that_is_cut_off_leaves_nothing(play: Play[None], token: str) -> 
     play(use)
 
 
+@HEAVY
 def test_sixty_four_at_once(level: Level, token: str) -> None:
     limits = SMALL.model_copy(update={"wall_s": 120.0})
 

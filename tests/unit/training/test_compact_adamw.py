@@ -59,7 +59,14 @@ def learn(module: nn.Module, optimizer: MasterOptimizer, steps: int, start: int 
     return losses
 
 
-@pytest.mark.parametrize(("rounding", "moments"), COMPACT)
+@pytest.mark.parametrize(
+    ("rounding", "moments"),
+    [
+        pytest.param("stochastic", "float32", id="stochastic", marks=pytest.mark.slow),
+        pytest.param("masters", "8bit", id="8bit", marks=[needs_library, pytest.mark.slow]),
+        pytest.param("stochastic", "8bit", id="both", marks=needs_library),
+    ],
+)
 def test_it_learns_what_float32_masters_and_moments_learn(
     rounding: Rounding, moments: Moments
 ) -> None:
