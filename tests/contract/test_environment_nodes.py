@@ -126,6 +126,7 @@ def test_a_call_that_fails_on_a_node_is_tried_once_elsewhere(
     assert len(pids) == len(set(pids)) == 2, "once on each node"
 
 
+@pytest.mark.slow
 def test_calls_of_a_killed_actor_are_made_elsewhere(nodes: TwoNodes) -> None:
     warnings: list[str] = []
     numbers = [str(number) for number in range(300)]

@@ -27,7 +27,7 @@ STEPS = 3
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs `a` and `b` of one config and two seeds, and `c` of another with its checkpoints."""
+    """Runs `a` and `b` of one config and two seeds."""
     folder = tmp_path_factory.mktemp("comparing")
     config = tiny_config(make_tiny_model(folder / "model"))
     stages = config["stages"]
@@ -41,19 +41,27 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     stages["evaluate"]["inputs"] = {"model": "rl"}
     config["stages"] = {name: stages[name] for name in ("sft", "rl", "evaluate")}
     write_config(folder / "run.yaml", config)
-    made = prepared(folder / "home")
-    other = ["stages.rl.num_mini_batches=1", "stages.rl.optimizer.learning_rate=0.002"]
-    for name, changes in (
-        ("a", []),
-        ("b", ["seed=1"]),
-        # What sampling computed is rounded otherwise, by more than a test of the update allows.
-        ("c", [*other, "keep.every=1", "stages.rl.reuse_outputs=false"]),
-    ):
-        options = [word for change in changes for word in ("--set", change)]
-        done = run_command("run", str(folder / "run.yaml"), "--home", str(made), "--json", *options)
-        assert done.code == 0, done.text
-        (folder / f"{name}.id").write_text(done.result["run_id"])
-    return made
+    prepared(folder / "home")
+    add_run(folder, "a")
+    add_run(folder, "b", "seed=1")
+    return folder / "home"
+
+
+@pytest.fixture(scope="module")
+def three(home: Path) -> Path:
+    """The same home with run `c` of another config, which keeps its checkpoints."""
+    # What sampling computed is rounded otherwise, by more than a test of the update allows.
+    other = ("keep.every=1", "stages.rl.reuse_outputs=false", "stages.rl.num_mini_batches=1")
+    add_run(home.parent, "c", *other, "stages.rl.optimizer.learning_rate=0.002")
+    return home
+
+
+def add_run(folder: Path, name: str, *changes: str) -> None:
+    options = [word for change in changes for word in ("--set", change)]
+    where = ("--home", str(folder / "home"), "--json")
+    done = run_command("run", str(folder / "run.yaml"), *where, *options)
+    assert done.code == 0, done.text
+    (folder / f"{name}.id").write_text(done.result["run_id"])
 
 
 def run_id(home: Path, name: str) -> str:
@@ -125,26 +133,28 @@ def test_the_same_algorithm_again_differs_in_nothing(home: Path) -> None:
 
 
 @pytest.mark.parametrize(("step", "where"), [(1, "input model"), (2, "checkpoint after step 1")])
-def test_the_parameter_gradient_is_the_one_the_run_took(home: Path, step: int, where: str) -> None:
-    run = run_id(home, "c")
+@pytest.mark.slow
+def test_the_parameter_gradient_is_the_one_the_run_took(three: Path, step: int, where: str) -> None:
+    run = run_id(three, "c")
     arguments = ("--step", str(step), "--model", "--algorithm", "grpo", "--algorithm", "dapo")
-    found = ask(home, "compare", run, *arguments)
+    found = ask(three, "compare", run, *arguments)
     gradients = found["gradients"]
     assert where in gradients["source"]
     assert gradients["exact"]
     assert gradients["logprob_gap"] < 1e-6
-    recorded = journal(home, run)[step]["grad/norm"]
+    recorded = journal(three, run)[step]["grad/norm"]
     assert gradients["norms"]["as run"] == pytest.approx(recorded, rel=1e-4)
     first = gradients["pairs"][0]
     assert (first["cosine"], first["norm_ratio"]) == pytest.approx((1.0, 1.0))
     assert gradients["pairs"][1]["cosine"] < 0.9999
 
 
-def test_variants_are_ranked_on_frozen_rollouts(home: Path) -> None:
+@pytest.mark.slow
+def test_variants_are_ranked_on_frozen_rollouts(three: Path) -> None:
     """Every aggregator next to the run's own; the numbers themselves are tested elsewhere."""
-    before, run = all_but_reports(home), run_id(home, "c")
+    before, run = all_but_reports(three), run_id(three, "c")
     few = ("--batches", "8", "--directions", "8")
-    found = ask(home, "compare", run, "--frozen", "--no-kl", *few)
+    found = ask(three, "compare", run, "--frozen", "--no-kl", *few)
     aggregators = {entry.name for entry in PluginManager().entries("aggregator")}
     labels = [variant["label"] for variant in found["variants"]]
     own = {f"aggregation {name}" for name in aggregators} - set(labels)
@@ -154,10 +164,10 @@ def test_variants_are_ranked_on_frozen_rollouts(home: Path) -> None:
     assert len(found["predictions"]) == count * (count - 1) / 2
     aligned = [v["alignment"] for v in found["variants"] if v["alignment"] is not None]
     assert aligned == sorted(aligned, reverse=True) and aligned
-    later = ask(home, "compare", run, "--frozen", "--step", "2", "--advantage", "rloo", *few)
+    later = ask(three, "compare", run, "--frozen", "--step", "2", "--advantage", "rloo", *few)
     assert later["policy"] == "the checkpoint after step 1" and later["steps"] == [2, 3]
     assert {v["label"] for v in later["variants"]} == {"as run", "advantage rloo"}
-    assert all_but_reports(home) == before
+    assert all_but_reports(three) == before
 
 
 def test_token_weights_are_among_the_curves_of_whole_runs(home: Path) -> None:
@@ -175,9 +185,10 @@ def test_a_policy_that_was_not_kept_is_not_called_the_steps_own(home: Path) -> N
     assert any("keep.every=1" in note for note in found["notes"])
 
 
-def test_runs_are_grouped_by_experiment_and_laid_side_by_side(home: Path) -> None:
-    runs = [run_id(home, name) for name in "abc"]
-    found = ask(home, "compare", *runs)
+@pytest.mark.slow
+def test_runs_are_grouped_by_experiment_and_laid_side_by_side(three: Path) -> None:
+    runs = [run_id(three, name) for name in "abc"]
+    found = ask(three, "compare", *runs)
     assert [group["runs"] for group in found["groups"]] == [runs[:2], runs[2:]]
     keys = {one["key"]: one["values"] for one in found["differences"]}
     assert keys["seed"] == {runs[0]: "0", runs[1]: "1", runs[2]: "0"}
@@ -188,25 +199,26 @@ def test_runs_are_grouped_by_experiment_and_laid_side_by_side(home: Path) -> Non
     }  # fmt: skip
     curve = found["groups"][0]["curves"]["resp_len/mean"]
     for point in curve:
-        values = [journal(home, run)[point["step"]]["resp_len/mean"] for run in runs[:2]]
+        values = [journal(three, run)[point["step"]]["resp_len/mean"] for run in runs[:2]]
         assert point["mean"] == pytest.approx(sum(values) / 2)
         assert point["num_runs"] == 2
     assert [t["how"] for t in found["tests"]] == ["paired over problems"] * 2
     assert {(t["first"], t["second"]) for t in found["tests"]} == {(runs[0][:8], runs[2][:8])}
     assert found["runs"][0]["tokens"] == sum(
-        row.get("tokens/response", 0.0) for row in journal(home, runs[0]).values()
+        row.get("tokens/response", 0.0) for row in journal(three, runs[0]).values()
     )
 
 
+@pytest.mark.slow
 def test_a_home_without_the_journal_reads_the_record_in_the_store(
-    home: Path, tmp_path: Path
+    three: Path, tmp_path: Path
 ) -> None:
-    runs = [run_id(home, name) for name in "ac"]
-    shutil.copytree(home / "runs", tmp_path / "runs")
+    runs = [run_id(three, name) for name in "ac"]
+    shutil.copytree(three / "runs", tmp_path / "runs")
     for path in (tmp_path / "runs").glob("metrics-*"):
         path.unlink()
-    store = ("--store", str(home / "artifacts"))
-    found, known = ask(tmp_path, "compare", *runs, *store), ask(home, "compare", *runs)
+    store = ("--store", str(three / "artifacts"))
+    found, known = ask(tmp_path, "compare", *runs, *store), ask(three, "compare", *runs)
     assert {run["source"] for run in found["runs"]} == {"record of steps in the store"}
     assert {run["seconds"] for run in found["runs"]} == {None}
     assert found["tests"] == known["tests"]
@@ -304,7 +316,7 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(
     home: Path, arguments: list[str], code: int, says: str
 ) -> None:
     shutil.rmtree(home / "reports", ignore_errors=True)
-    names = {name: run_id(home, name) for name in "abc"}
+    names = {name: run_id(home, name) for name in "ab"}
     found = ask(home, *(word.format(**names) for word in arguments), code=code)
     assert says in found["error"]
     assert not (home / "reports").exists()

@@ -144,15 +144,8 @@ def test_the_loop_is_short_and_learns(
     assert rewards[-1] > rewards[0] + 0.3
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        # Two runs more; `own_reward.py` gives a class to a run as well.
-        pytest.param(path, marks=pytest.mark.slow if path.stem == "own_algorithm" else [])
-        for path in NOTEBOOKS
-    ],
-    ids=lambda path: path.stem,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_and_shows_its_progress(
     path: Path, model: Path, prefect_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -567,6 +567,7 @@ PLACES: dict[str, str] = {  # of the config, of plugins of each kind
 }
 
 
+@pytest.mark.slow
 def test_no_field_of_a_plugin_takes_what_ends_in_a_traceback(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -286,13 +286,17 @@ def shell(folder: Path, line: str) -> subprocess.CompletedProcess[str]:
     ("line", "code", "says"),
     [
         ("$P schema | head -c 5", 1, ""),
-        ("$P show stage rl --json | true", 1, ""),  # `head` may read all before it ends
-        ("$P plugins list >&-", 0, ""),
+        pytest.param(
+            "$P show stage rl --json | true", 1, "", marks=pytest.mark.slow
+        ),  # `head` may read all before it ends
+        pytest.param("$P plugins list >&-", 0, "", marks=pytest.mark.slow),
         ("$P plugins show nope 2>&-", 2, ""),
-        ("$P plugins show nope <&-", 2, "no plugin"),
+        pytest.param("$P plugins show nope <&-", 2, "no plugin", marks=pytest.mark.slow),
         ("PYTHONIOENCODING=ascii $P plugins list", 0, ""),
         ("$P schema >/dev/full", 4, "the disk is full"),
-        ("$P show stage rl --json >/dev/full", 4, "the disk is full"),
+        pytest.param(
+            "$P show stage rl --json >/dev/full", 4, "the disk is full", marks=pytest.mark.slow
+        ),
         ("mkdir gone; cd gone; rmdir ../gone; $P plan quickstart", 4, "directory was removed"),
     ],
 )

@@ -144,7 +144,10 @@ def run(pipeline: Pipeline, name: str) -> Mapping[str, float]:
     return result.metrics
 
 
-@pytest.mark.parametrize("name", ["dpo", "ipo", "kto", "simpo"])
+@pytest.mark.parametrize(
+    "name",
+    ["dpo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ipo", "kto", "simpo"))],
+)
 def test_a_toy_preference_is_learned_and_holds_for_other_prompts(
     pipeline: Pipeline, name: str
 ) -> None:

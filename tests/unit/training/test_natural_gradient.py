@@ -144,7 +144,9 @@ def test_on_a_softmax_bandit_the_step_solves_fisher_plus_damping(
     assert metrics["grad/norm"] == pytest.approx(float(gradient.norm()), rel=1e-4)
 
 
-@pytest.mark.parametrize("aggregator", ["token-mean", "seq-mean-token-mean"])
+@pytest.mark.parametrize(
+    "aggregator", ["token-mean", pytest.param("seq-mean-token-mean", marks=pytest.mark.slow)]
+)
 def test_consecutive_steps_stay_in_the_region_and_improve_the_surrogate(
     model_dir: Path, manager: PluginManager, aggregator: str
 ) -> None:
@@ -252,7 +254,7 @@ def test_nothing_to_gain_moves_nothing(model_dir: Path, manager: PluginManager, 
         assert take_step(model, batch, bonus, Region())["trpo/improvement"] > 0
 
 
-@pytest.mark.parametrize("fraction", [1.0, 0.3])
+@pytest.mark.parametrize("fraction", [pytest.param(1.0, marks=pytest.mark.slow), 0.3])
 def test_micro_batches_of_any_size_take_the_same_step(
     model_dir: Path, manager: PluginManager, fraction: float
 ) -> None:
