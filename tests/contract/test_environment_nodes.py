@@ -91,6 +91,7 @@ def test_a_call_that_fails_is_an_error_for_the_model(answers: Any) -> None:
 
 
 @pytest.mark.alone
+@pytest.mark.slow
 def test_a_thousand_calls_that_wait_cost_little_more_than_one(nodes: TwoNodes) -> None:
     numbers = [str(number) for number in range(1000)]
     local = here(seconds=0.5)
