@@ -61,7 +61,9 @@ def test_what_was_preloaded_before_stays(tmp_path: Path) -> None:
     assert lines(tmp_path, "run", LD_PRELOAD=str(other))[-1] == f"given {other}"
 
 
-@pytest.mark.parametrize("command", [["doctor"], ["--help"]], ids=str)
+@pytest.mark.parametrize(
+    "command", [["doctor"], ["--help"], pytest.param([], marks=pytest.mark.slow)], ids=str
+)
 def test_other_commands_keep_the_system_s(tmp_path: Path, command: list[str]) -> None:
     first, after, _ = lines(tmp_path, *command)
     assert after == f"after {first.split()[1]} False False False {command}"
