@@ -158,7 +158,7 @@ def pytest_runtest_setup() -> None:
     user's. A command in this process gives torch all cores; next to other workers, threads that
     wait for each other take several times the processor time.
     """
-    if THREADS and (torch := sys.modules.get("torch")) is not None:
+    if THREADS.isdecimal() and (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(int(THREADS))
     if (mlflow := sys.modules.get("mlflow")) is not None:
         mlflow.set_tracking_uri(None)

@@ -39,7 +39,7 @@ def choose_dtype(section: ModelSection) -> torch.dtype:
 def cpu_threads(num_threads: int) -> int:
     """`num_threads`; if that is 0, OMP_NUM_THREADS, or else all cores that this process may use."""
     given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    asked = int(given) if given.isdecimal() else 0
+    asked = int(given) if given.isdecimal() and len(given) <= 4 else 0  # as OpenMP, else ignored
     return num_threads or asked or len(os.sched_getaffinity(0))
 
 
