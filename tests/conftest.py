@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import signal
@@ -44,9 +45,20 @@ MLFLOW_SERVERS = ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI")
 THREADS = os.environ.get("OMP_NUM_THREADS", "")
 GIVEN_SERVERS = {name: os.environ[name] for name in MLFLOW_SERVERS if name in os.environ}
 
+WORKERS: list[object] = []
+"""This process's configuration, if it is a worker of xdist."""
+# Registered first, so called last: taking apart all that is loaded takes a worker seconds.
+atexit.register(lambda: os._exit(0) if WORKERS else None)
+
 # The first call of a torch kernel can take more than a second.
 settings.register_profile("posttrain", deadline=None, max_examples=50, derandomize=True)
 settings.load_profile("posttrain")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A process that a test starts has the variables of a worker, but is none."""
+    if hasattr(config, "workerinput"):
+        WORKERS.append(config)
 
 
 @pytest.fixture(scope="session")
@@ -215,7 +227,8 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 def pytest_sessionfinish() -> None:
     """Libraries complain at exit about what a collection cannot reach."""
-    gc.unfreeze()
+    if not WORKERS:
+        gc.unfreeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -6,41 +6,35 @@ run's own start. Tests of that server, of its database and of kills keep it.
 
 from __future__ import annotations
 
+import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
-
-from posttrain.core.runtime.processes import ServerProcess, free_ports
-from tests.helpers.pipeline import environment, prepared
+from posttrain.pipelines.run.prefect_env import prefect_settings
+from tests.helpers.pipeline import environment
 
 
 @contextmanager
-def running_prefect(folder: Path) -> Iterator[str]:
-    """The address of the API of a server with its data in `folder`."""
-    (port,) = free_ports(1)
-    home = prepared(folder) / "prefect"
-    server = ServerProcess(  # it ends with this process, also with one that is killed
-        [sys.executable, "-m", "prefect", "server", "start", "--port", str(port), "--no-ui"],
-        environment() | {"PREFECT_HOME": str(home), "DO_NOT_TRACK": "1"},
-        folder / "server.log",
+def running_prefect(home: Path) -> Iterator[str]:
+    """The address of the API of a server with its data in `home`.
+
+    The program is that of a run's own server: it ends with its standard input, so with this
+    process. `prefect server start` loads Prefect twice.
+    """
+    (home / "prefect").mkdir()
+    server = subprocess.Popen(
+        [sys.executable, "-m", "posttrain.pipelines.run.prefect_program"],
+        env=environment() | prefect_settings(home) | {"PREFECT_UI_ENABLED": "0"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     )
-    url, ends = f"http://127.0.0.1:{port}/api", time.monotonic() + 120
-    try:
-        while not _answers(url):
-            assert server.exit_code is None and time.monotonic() < ends, server.log_tail()
-            time.sleep(0.2)
-        yield url
-    finally:
-        server.stop()
-
-
-def _answers(url: str) -> bool:
-    try:
-        with httpx.Client(trust_env=False) as client:
-            return client.get(f"{url}/health").is_success
-    except httpx.TransportError:
-        return False
+    with server:
+        assert server.stdin is not None and server.stdout is not None
+        server.stdin.write(b"begin\n")
+        server.stdin.flush()
+        port = server.stdout.readline().strip().decode()
+        assert port, f"exit code {server.wait()}, see what it printed"
+        yield f"http://127.0.0.1:{port}/api"
+        server.stdin.close()
