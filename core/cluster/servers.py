@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import httpx
+import aiohttp
 
 from posttrain.core.cluster.shared import SharedFiles
 from posttrain.core.errors import RunError
@@ -85,14 +85,14 @@ class HttpServer:
     """A `Server` by its URL; `process` is that of one which the run started on this machine."""
 
     def __init__(
-        self, url: str, client: httpx.AsyncClient, process: ServerProcess | None = None
+        self, url: str, client: aiohttp.ClientSession, process: ServerProcess | None = None
     ) -> None:
         self.name, self.process, self._client = url, process, client
         self.is_ours = process is not None
 
     @classmethod
     def started(
-        cls, arguments: Sequence[str], env: dict[str, str], log: Path, client: httpx.AsyncClient
+        cls, arguments: Sequence[str], env: dict[str, str], log: Path, client: aiohttp.ClientSession
     ) -> HttpServer:
         """One of this machine, on a free port."""
         (port,) = free_ports(1)
@@ -126,31 +126,35 @@ class HttpServer:
 
 
 async def ask_by_http(
-    client: httpx.AsyncClient,
+    client: aiohttp.ClientSession,
     url: str,
     path: str,
     body: Json | None,
     limit_s: float | None = None,
 ) -> Reply:
     """As `Server.ask`."""
-    timeout = httpx.USE_CLIENT_DEFAULT if limit_s is None else httpx.Timeout(limit_s)
     method = "GET" if body is None else "POST"
+    timeout = client.timeout if limit_s is None else aiohttp.ClientTimeout(limit_s)
     try:
-        answer = await client.request(method, f"{url}{path}", json=body, timeout=timeout)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        async with client.request(method, f"{url}{path}", json=body, timeout=timeout) as answer:
+            return Reply(answer.status, await answer.text())
+    except (aiohttp.ClientError, TimeoutError, UnicodeDecodeError) as error:
         raise Unreachable(f"{type(error).__name__} {error}".strip()) from error
-    return Reply(answer.status_code, answer.text)
 
 
 CONNECT_S = 5.0
+KEPT_S = 2.0
+"""How long a connection waits for its next request: less than servers keep it open."""
 
 
-def make_client(timeout_s: float, connections: int) -> httpx.AsyncClient:
-    """A client for `connections` requests at once; to be made in the loop that uses it."""
-    return httpx.AsyncClient(
-        timeout=httpx.Timeout(timeout_s, connect=CONNECT_S, pool=None),
-        limits=httpx.Limits(max_connections=connections, max_keepalive_connections=connections),
-        trust_env=False,  # a proxy between us and the loopback address helps nobody
+async def make_client(timeout_s: float, connections: int) -> aiohttp.ClientSession:
+    """A client for `connections` requests at once, in the loop that uses it.
+
+    Not httpx: for each request it asks every connection whether it is still open.
+    """
+    return aiohttp.ClientSession(
+        timeout=aiohttp.ClientTimeout(timeout_s, sock_connect=CONNECT_S),
+        connector=aiohttp.TCPConnector(limit=connections, keepalive_timeout=KEPT_S),
     )
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-import httpx
+import aiohttp
 
 from posttrain.core.cluster.servers import Json, Server, Unreachable, make_client
 from posttrain.core.errors import ResourceError, RunError
@@ -80,15 +80,11 @@ class LoopThread(EventLoop):
 
     def __init__(self, timeout_s: float, connections: int) -> None:
         super().__init__(patience_s=math.inf, name="vllm-servers")
-        self.client: httpx.AsyncClient = self.run(_client(timeout_s, connections))
+        self.client: aiohttp.ClientSession = self.run(make_client(timeout_s, connections))
 
     async def _cancel_all(self) -> None:
         await super()._cancel_all()
-        await self.client.aclose()
-
-
-async def _client(timeout_s: float, connections: int) -> httpx.AsyncClient:
-    return make_client(timeout_s, connections)
+        await self.client.close()
 
 
 async def is_healthy(replica: Replica) -> bool:

@@ -34,9 +34,11 @@ def joined(address: str, token: Path) -> Iterator[None]:
         connection.leave()
 
 
-def ranks_of(size: int, least: int = 1, worker: str = LIGHT, **limits: float) -> RayRanks:
-    """A group that has started, of one CPU each."""
-    resources = RankResources(1, 0, least, **({"start_timeout_s": 60.0} | limits))
+def ranks_of(
+    size: int, least: int = 1, worker: str = LIGHT, cpus: int = 1, **limits: float
+) -> RayRanks:
+    """A group that has started."""
+    resources = RankResources(cpus, 0, least, **({"start_timeout_s": 60.0} | limits))
     made = RayRanks(size, worker, {"OMP_NUM_THREADS": "1"}, resources)
     made.start(None, nothing)
     return made

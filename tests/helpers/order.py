@@ -76,6 +76,7 @@ TOGETHER = {
         "tests/contract/test_environment_nodes.py",
         "tests/contract/test_score_pools.py",
         "tests/e2e/test_cluster_pools.py",
+        "tests/contract/test_ranks_on_nodes.py",
     ),
     "services": (
         "tests/e2e/test_services.py",

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import httpx
+import aiohttp
 import ray
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -60,14 +60,14 @@ class ServerActor:
         self._timeout_s, self._connections = timeout_s, connections
         self._folder = Path(tempfile.mkdtemp(prefix="posttrain-server-"))
         self._process: ServerProcess | None = None
-        self._client: httpx.AsyncClient | None = None
+        self._client: aiohttp.ClientSession | None = None
         self._url = ""
         remove_left_behind()
 
     async def start(self, arguments: Sequence[str], env: Mapping[str, str]) -> str:
         """Start it; returns the address of the node."""
         (port,) = free_ports(1)
-        self._client = make_client(self._timeout_s, self._connections)
+        self._client = await make_client(self._timeout_s, self._connections)
         self._url = f"http://{LOOPBACK}:{port}"
         # A server of its own needs nothing of the cluster, and shall not have its token.
         own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
