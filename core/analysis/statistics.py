@@ -18,11 +18,11 @@ import scipy  # its submodules load at first use: 0.5 s that a start does not wa
 
 from posttrain.core.errors import RunError
 from posttrain.core.math.intervals import (
-    CONFIDENCE,
     mean_interval,
     newcombe_difference,
     paired_means,
     paired_proportions,
+    t_quantile,
 )
 
 if TYPE_CHECKING:  # nothing else here needs torch
@@ -244,7 +244,7 @@ def seeds_difference(
         means.append(mean)
         errors.append(variance / len(rates))
         freedom.append((variance / len(rates)) ** 2 / (len(rates) - 1))
-    half = float(scipy.stats.t.ppf((1 + CONFIDENCE) / 2, sum(errors) ** 2 / sum(freedom)))
+    half = t_quantile(sum(errors) ** 2 / sum(freedom))
     half *= math.sqrt(sum(errors))
     difference = means[1] - means[0]
     return difference, max(-1.0, difference - half), min(1.0, difference + half)

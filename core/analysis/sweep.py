@@ -16,10 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-import scipy  # its submodules load at first use
-
 from posttrain.core.analysis.statistics import sampled_tokens
-from posttrain.core.math.intervals import CONFIDENCE
+from posttrain.core.math.intervals import t_quantile
 
 Cells = Mapping[int, Mapping[str, float]]
 """Differences in [-1, 1] by seed and by the key of a problem."""
@@ -100,7 +98,7 @@ def _interval(centre: float, parts: Sequence[tuple[float, int]]) -> tuple[float,
     """`centre` with a t-interval whose variance is the sum of `parts`."""
     variance = math.fsum(part for part, _ in parts)
     freedom = variance**2 / math.fsum(part**2 / degrees for part, degrees in parts)
-    half = float(scipy.stats.t.ppf((1 + CONFIDENCE) / 2, freedom)) * math.sqrt(variance)
+    half = t_quantile(freedom) * math.sqrt(variance)
     return centre - half, centre + half
 
 

@@ -9,9 +9,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-import scipy  # its submodules load at first use: 0.5 s that a start does not wait for
+import scipy  # its submodules load at first use; `scipy.stats` takes 0.6 s, `scipy.special` 0.1
 
 CONFIDENCE = 0.95
+
+
+def normal_quantile() -> float:
+    """How many standard deviations a 95 % interval reaches on either side."""
+    return float(scipy.special.ndtri((1 + CONFIDENCE) / 2))
+
+
+def t_quantile(freedom: float) -> float:
+    """The same of Student's t with so many degrees of freedom."""
+    return float(scipy.special.stdtrit(freedom, (1 + CONFIDENCE) / 2))
 
 
 def wilson(successes: int, total: int) -> tuple[float, float]:
@@ -23,8 +33,19 @@ def wilson(successes: int, total: int) -> tuple[float, float]:
         raise ValueError(f"successes is {successes}, expected 0 to total ({total})")
     if total == 0:
         return 0.0, 1.0
-    interval = scipy.stats.binomtest(successes, total).proportion_ci(CONFIDENCE, method="wilson")
-    return float(interval.low), float(interval.high)
+    share = successes / total
+    middle, half = _score_interval(share, total)
+    low = middle - half if successes else 0.0
+    return low, middle + half if successes < total else 1.0
+
+
+def _score_interval(share: float, trials: float) -> tuple[float, float]:
+    """Middle and half width of Wilson's interval."""
+    quantile = normal_quantile()
+    shrink = 1 + quantile**2 / trials
+    middle = (share + quantile**2 / (2 * trials)) / shrink
+    spread = math.sqrt(share * (1 - share) / trials + (quantile / trials) ** 2 / 4)
+    return middle, quantile / shrink * spread
 
 
 def mean_interval(
@@ -44,8 +65,7 @@ def mean_interval(
     if len(values) == 1:
         return mean, lowest, highest
     variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
-    quantile = float(scipy.stats.t.ppf((1 + CONFIDENCE) / 2, len(values) - 1))
-    half = quantile * math.sqrt(variance / len(values))
+    half = t_quantile(len(values) - 1) * math.sqrt(variance / len(values))
     return mean, max(lowest, mean - half), min(highest, mean + half)
 
 
@@ -92,12 +112,7 @@ def clustered_share(clusters: Sequence[tuple[int, int]]) -> tuple[float, float, 
         squares = math.fsum((right - share * count) ** 2 for right, count in clusters)
         effect = squares * num / (num - 1) / total**2 / alone
         trials = total / max(1.0, effect)
-    quantile = float(scipy.stats.norm.ppf((1 + CONFIDENCE) / 2))
-    shrink = 1 + quantile**2 / trials
-    middle = (share + quantile**2 / (2 * trials)) / shrink
-    half = (
-        quantile / shrink * math.sqrt(share * (1 - share) / trials + (quantile / trials) ** 2 / 4)
-    )
+    middle, half = _score_interval(share, trials)
     return share, max(0.0, min(share, middle - half)), min(1.0, max(share, middle + half))
 
 
@@ -147,7 +162,7 @@ def paired_proportions(gained: int, lost: int, total: int) -> tuple[float, float
             f"gained {gained}, lost {lost}, total {total}: expected counts of 0 or more that add "
             "up to at most the total, which is at least 1"
         )
-    quantile = float(scipy.stats.norm.ppf((1 + CONFIDENCE) / 2))
+    quantile = normal_quantile()
     difference = (gained - lost) / total
 
     def bound(sign: int) -> float:

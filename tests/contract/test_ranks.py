@@ -40,7 +40,8 @@ def ranks(rank_kind: str) -> Iterator[RankGroup]:
 @pytest.mark.parametrize(
     "family",
     [
-        pytest.param(name, marks=[] if name in ("qwen3", "gpt2") else pytest.mark.slow)
+        # qwen3 is in `test_ranks_on_nodes`.
+        pytest.param(name, marks=[] if name == "gpt2" else pytest.mark.slow)
         for name in SPEED_FAMILIES
     ],
 )

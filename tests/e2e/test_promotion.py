@@ -145,7 +145,6 @@ def test_an_answer_changes_only_by_another_and_the_first_model_is_champion(
     assert versions(workspace)["1"].tags["digest"] == sft["digest"]
 
 
-@pytest.mark.slow
 def test_a_kill_between_registering_and_moving_registers_once_and_loses_nothing(
     workspace: Path, better: Finished
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+import scipy
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -73,6 +74,15 @@ def test_wilson_gives_the_published_interval() -> None:
     assert intervals.wilson(0, 0) == (0.0, 1.0)
     with pytest.raises(ValueError, match="successes is 5"):
         intervals.wilson(5, 4)
+
+
+@given(st.integers(1, 10_000), st.floats(0, 1))
+def test_wilson_and_the_quantiles_are_those_of_scipy(total: int, share: float) -> None:
+    right = round(share * total)
+    wanted = scipy.stats.binomtest(right, total).proportion_ci(0.95, method="wilson")
+    assert intervals.wilson(right, total) == pytest.approx((wanted.low, wanted.high), abs=1e-15)
+    assert intervals.t_quantile(total) == scipy.stats.t.ppf(0.975, total)
+    assert intervals.normal_quantile() == scipy.stats.norm.ppf(0.975)
 
 
 def test_wilson_is_never_of_zero_width() -> None:
