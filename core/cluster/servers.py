@@ -133,13 +133,18 @@ async def ask_by_http(
     limit_s: float | None = None,
 ) -> Reply:
     """As `Server.ask`."""
-    method = "GET" if body is None else "POST"
     timeout = client.timeout if limit_s is None else aiohttp.ClientTimeout(limit_s)
+    method = "GET" if body is None else "POST"
+    request = client.request(
+        method, f"{url}{path}", json=body, timeout=timeout, allow_redirects=False
+    )
     try:
-        async with client.request(method, f"{url}{path}", json=body, timeout=timeout) as answer:
-            return Reply(answer.status, await answer.text())
-    except (aiohttp.ClientError, TimeoutError, UnicodeDecodeError) as error:
+        async with request as answer:
+            return Reply(answer.status, await answer.text(errors="replace"))
+    except aiohttp.ClientError as error:
         raise Unreachable(f"{type(error).__name__} {error}".strip()) from error
+    except TimeoutError as error:
+        raise Unreachable(f"no answer within {timeout.total:g} s") from error
 
 
 CONNECT_S = 5.0

@@ -80,6 +80,7 @@ class StandIn:
                 self.send_response(code)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(data)))
+                self.send_header("Location", "/elsewhere")  # means something with a 3xx
                 self.end_headers()
                 self.wfile.write(data)
 
@@ -227,8 +228,9 @@ def test_a_request_that_healthy_servers_fail_each_time_ends_with_their_words(
             serve(loop, replicas)
 
 
-def test_a_refused_request_is_not_sent_again(loop: LoopThread) -> None:
-    strict = StandIn(lambda body: (400, {"error": f"no such field {body['seed']}"}))
+@pytest.mark.parametrize("status", [400, 307], ids=["refused", "sent elsewhere"])
+def test_a_refused_request_is_not_sent_again(loop: LoopThread, status: int) -> None:
+    strict = StandIn(lambda body: (status, {"error": f"no such field {body['seed']}"}))
     with (
         stand_ins(loop, strict) as replicas,
         pytest.raises(RunError, match="refused .*no such field"),
