@@ -10,13 +10,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
-
-import aiohttp
+from typing import TYPE_CHECKING, Any, Protocol
 
 from posttrain.core.cluster.shared import SharedFiles
 from posttrain.core.errors import RunError
 from posttrain.core.runtime.processes import ServerProcess, free_ports
+
+if TYPE_CHECKING:  # 0.1 s, for which commands that ask no server do not wait
+    import aiohttp
 
 Json = dict[str, Any]  # Any: JSON
 LOOPBACK = "127.0.0.1"
@@ -133,6 +134,8 @@ async def ask_by_http(
     limit_s: float | None = None,
 ) -> Reply:
     """As `Server.ask`."""
+    import aiohttp
+
     timeout = client.timeout if limit_s is None else aiohttp.ClientTimeout(limit_s)
     method = "GET" if body is None else "POST"
     request = client.request(
@@ -157,6 +160,8 @@ async def make_client(timeout_s: float, connections: int) -> aiohttp.ClientSessi
 
     Not httpx: for each request it asks every connection whether it is still open.
     """
+    import aiohttp
+
     return aiohttp.ClientSession(
         timeout=aiohttp.ClientTimeout(timeout_s, sock_connect=CONNECT_S),
         connector=aiohttp.TCPConnector(limit=connections, keepalive_timeout=KEPT_S),

@@ -16,13 +16,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
-
-import aiohttp
+from typing import TYPE_CHECKING, TypeVar
 
 from posttrain.core.cluster.servers import Json, Server, Unreachable, make_client
 from posttrain.core.errors import ResourceError, RunError
 from posttrain.core.rollout.event_loop import EventLoop
+
+if TYPE_CHECKING:
+    import aiohttp
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
