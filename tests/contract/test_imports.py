@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
-HEAVY = ("torch", "vllm", "mlflow", "prefect", "transformers", "math_verify", "datasets")
+HEAVY = ("torch", "vllm", "mlflow", "prefect", "transformers", "math_verify", "datasets", "aiohttp")
 
 
 MODEL_CODE = (
