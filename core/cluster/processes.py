@@ -1,14 +1,16 @@
-"""Ranks as processes of this machine, started by torchrun and called through a socket.
-
-Not `Connection.send`, to which torch has added the sharing of tensors by file descriptor.
+"""Ranks as processes of this machine, called through a socket.
 
 The caller is not a rank itself: an engine in its process may have a process group of its own. Calls
 and answers are pickled and go through a Unix socket in a folder that only this user can enter, so
-each end reads only what the other wrote. Nothing listens on any other address than loopback.
+each end reads only what the other wrote. Nothing listens on any other address than loopback: ranks
+find each other through a file, and gloo is bound to that interface.
+
+`python -m` this, with a module and the folder, is one rank.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import socket
 import sys
@@ -22,15 +24,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from posttrain.core.cluster.group import Answer, Answerer, Build, RankLost, first_cause
+from posttrain.core.cluster.group import Answer, Answerer, RankLost, first_cause
 from posttrain.core.cluster.messages import decode, encode
 from posttrain.core.redaction import redact_output
-from posttrain.core.runtime.process_guard import die_with_parent
+from posttrain.core.runtime.collector import loading
 from posttrain.core.runtime.processes import ServerProcess
 from posttrain.core.runtime.startup import bounded_waiting, is_used, preloaded
 
 
 def send(connection: Connection, value: object) -> None:
+    """Not `Connection.send`, to which torch has added the sharing of tensors by descriptor."""
     connection.send_bytes(encode(value))
 
 
@@ -59,36 +62,36 @@ class RankProcesses:
         self._listener.listen(size)
         self._listener.settimeout(POLL_S)
         self._connections: dict[int, Connection] = {}
-        command = [
-            *(sys.executable, "-m", "torch.distributed.run"),
-            *("--nnodes", "1", "--nproc-per-node", str(size), "--local-addr", "127.0.0.1"),
-            # Ranks meet in a file: torchrun's own store would listen on every address.
-            *("--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file"),
-            *("--rdzv-endpoint", str(folder / "rendezvous"), "--rdzv-id", "posttrain"),
-            *("-m", worker, str(folder)),
+        shared = {
+            **os.environ,
+            **(preloaded(os.environ) if is_used() else {}),
+            **bounded_waiting(os.environ),
+            **env,
+            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+            "PYTHONSAFEPATH": "1",
+            "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+            "WORLD_SIZE": str(size),
+        }
+        command = [sys.executable, "-m", __name__, worker, str(folder)]
+        self._processes = [
+            ServerProcess(
+                command,
+                {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                folder / f"rank-{rank}.log",
+            )
+            for rank in range(size)
         ]
-        self._process = ServerProcess(
-            command,
-            {
-                **os.environ,
-                **(preloaded(os.environ) if is_used() else {}),
-                **bounded_waiting(os.environ),
-                **env,
-                "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-                "PYTHONSAFEPATH": "1",
-                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-                "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
-            },
-            folder / "log.txt",
-        )
 
     def start(self, setup: object, check: Callable[[], None]) -> None:
         """As in `RankGroup`."""
         deadline = time.monotonic() + START_LIMIT_S
         while len(self._connections) < self.size:
             check()
-            if self._process.exit_code is not None or time.monotonic() > deadline:
-                raise self._lost("did not start")
+            codes = [process.exit_code for process in self._processes]
+            ended = [rank for rank, code in enumerate(codes) if code is not None]
+            late = [rank for rank in range(self.size) if rank not in self._connections]
+            if ended or time.monotonic() > deadline:
+                raise self._lost("did not start", (ended + late)[0])
             try:
                 accepted, _ = self._listener.accept()
             except TimeoutError:
@@ -104,11 +107,11 @@ class RankProcesses:
         return self._ask((method, args), check)
 
     def _ask(self, message: object, check: Callable[[], None]) -> Any:  # Any: as above
-        for connection in self._connections.values():
+        for rank, connection in self._connections.items():
             try:
                 send(connection, message)
             except OSError as error:
-                raise self._lost("ended") from error
+                raise self._lost("ended", rank) from error
         answer: Any = None
         waiting = dict(self._connections)
         failures: list[Exception] = []
@@ -121,7 +124,7 @@ class RankProcesses:
                 try:
                     found: Answer = receive(waiting.pop(rank))
                 except (EOFError, OSError) as gone:
-                    raise self._lost("ended") from gone
+                    raise self._lost("ended", rank) from gone
                 failures += [found[0]] if found[0] is not None else []
                 answer = found[1] if rank == 0 else answer
         if failures:
@@ -129,13 +132,14 @@ class RankProcesses:
             raise first_cause(failures)
         return answer
 
-    def _lost(self, what: str) -> RankLost:
-        """The error to raise for ranks that are gone."""
-        tail = self._process.log_tail()
+    def _lost(self, what: str, rank: int) -> RankLost:
+        """The error to raise for ranks that are gone, `rank` among them."""
+        tail = self._processes[rank].log_tail()
         self.close()
         return RankLost(
-            f"the learner's ranks {what}; killed for memory, perhaps: each needs its share of the "
-            f"weights and the activations of a micro-batch. The end of their log:\n{tail}"
+            f"the learner's ranks {what}; killed for memory, perhaps: each needs its share of "
+            "the weights and the activations of a micro-batch. The end of the log of "
+            f"rank {rank}:\n{tail}"
         )
 
     def close(self) -> None:
@@ -144,14 +148,18 @@ class RankProcesses:
             connection.close()
         self._connections.clear()
         self._listener.close()
-        self._process.stop()
+        for process in self._processes:
+            process.begin_stop()
+        for process in self._processes:
+            process.stop()
         self._folder.cleanup()
 
 
-def serve(folder: Path, build: Build) -> None:
-    """Answer calls to the methods that `build` makes of the setup, until the caller is gone."""
-    die_with_parent()  # torchrun: a rank has a session of its own
+def main(worker: str, folder: Path) -> None:
+    """Answer calls to the methods that `worker` builds of the setup, until the caller is gone."""
     redact_output()
+    with loading():
+        build = importlib.import_module(worker).build
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     with socket.socket(socket.AF_UNIX) as opened:
         opened.connect(str(folder / SOCKET))
@@ -179,3 +187,7 @@ def serve(folder: Path, build: Build) -> None:
     # Not `destroy_process_group`, which waits for ranks that an error has ended.
     connection.close()
     os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -51,6 +51,17 @@ def command() -> Iterator[None]:
 
 
 @contextmanager
+def loading() -> Iterator[None]:
+    """Around the imports of a process: collect seldom, and later pass over what they left."""
+    gc.set_threshold(*_LOADING)
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.set_threshold(*_WORKING)
+
+
+@contextmanager
 def sparing_what_is_loaded() -> Iterator[None]:
     """Inside, garbage collections pass over all that exists at its start, modules above all.
 

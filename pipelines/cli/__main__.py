@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 
-from posttrain.core.runtime import lighter_imports
 from posttrain.core.runtime.startup import bound_waiting, use_allocator
 
 EXIT_S = 10.0
@@ -21,7 +20,6 @@ def main() -> None:
     escape_what_cannot_be_printed()
     use_allocator(sys.argv[1:])
     bound_waiting()
-    lighter_imports.install()
     from posttrain.core.redaction import redact_output
     from posttrain.core.runtime.collector import command
     from posttrain.pipelines.cli.main import app

@@ -1,9 +1,8 @@
-"""What each rank runs: `torchrun -m posttrain.pipelines.ranks.worker FOLDER`."""
+"""What each rank of a learner runs, on this machine or on a Ray node."""
 
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -15,7 +14,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from posttrain.core.cluster.processes import serve
 from posttrain.core.cluster.shared import SharedWeights
 from posttrain.core.contracts import Task
 from posttrain.core.errors import ResourceError
@@ -177,7 +175,3 @@ def whole_weights(
             if keep:
                 weights[name] = gathered.to("cpu", dtype).contiguous()
     return weights
-
-
-if __name__ == "__main__":
-    serve(Path(sys.argv[1]), build)

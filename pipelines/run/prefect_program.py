@@ -7,7 +7,6 @@ port when it answers. The end of standard input, which is the end of its owner, 
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import signal
 import socket
@@ -20,6 +19,7 @@ from pathlib import Path
 
 from posttrain.core.errors import ConfigError
 from posttrain.core.redaction import redact_output
+from posttrain.core.runtime.collector import loading
 from posttrain.core.runtime.files import create_database
 from posttrain.core.store.locks import locked
 from posttrain.pipelines.run.prefect_env import check_settings
@@ -34,16 +34,14 @@ def main() -> None:
     port_goes_to = os.dup(1)
     os.dup2(2, 1)  # whatever is printed: the pipe takes the port alone
     redact_output()
-    gc.disable()  # what is loaded stays
-    try:
-        check_settings()
-    except ConfigError:
-        return  # the owner says what is wrong
-    import prefect.server.api.server
-    import uvicorn
+    with loading():
+        try:
+            check_settings()
+        except ConfigError:
+            return  # the owner says what is wrong
+        import prefect.server.api.server
+        import uvicorn
 
-    gc.freeze()
-    gc.enable()
     if not os.read(0, 4096):
         return
     threading.Thread(target=_end_with_the_owner, daemon=True).start()

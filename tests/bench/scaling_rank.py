@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 import torch
@@ -11,7 +10,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.cluster.group import Methods
-from posttrain.core.cluster.processes import serve
 from posttrain.core.models.device import ModelRuntime
 from posttrain.core.models.sharded import shard
 from posttrain.core.runtime.heap import keep_freed_memory
@@ -37,7 +35,3 @@ def build(setup: tuple[Path, str]) -> Methods:
         learner.update(batch, 0, 0.0)
 
     return {"update": update}
-
-
-if __name__ == "__main__":
-    serve(Path(sys.argv[1]), build)

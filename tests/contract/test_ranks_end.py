@@ -21,8 +21,10 @@ def test_an_error_of_one_rank_is_the_caller_s(rank_kind: str) -> None:
 def test_a_rank_that_dies_is_reported_and_takes_the_others_with_it(rank_kind: str) -> None:
     ranks = started(rank_kind, LIGHT)
     pid = ranks.call("pid", check=nothing)
-    with pytest.raises(RankLost, match="the learner"):
+    with pytest.raises(RankLost, match="the learner") as lost:
         ranks.call("die", 1, check=nothing)
+    if rank_kind == "processes":
+        assert "rank 1 says no more" in str(lost.value), "the log is that of the one that died"
     assert_gone(pid)
     assert ranks.folder is None or not ranks.folder.exists()
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +9,6 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from posttrain.core.cluster.group import Methods
-from posttrain.core.cluster.processes import serve
 from posttrain.core.models.sharded import mesh_of, shard, whole
 from posttrain.core.training.digests import Block
 from posttrain.core.training.finite import NonFinite
@@ -70,7 +67,3 @@ def build(setup: int | None) -> Methods:
         "write": lambda folder: kept["learner"].optimizer.write(folder),
         "read": lambda folder, count: kept["learner"].optimizer.read(folder, count),
     }
-
-
-if __name__ == "__main__":
-    serve(Path(sys.argv[1]), build)

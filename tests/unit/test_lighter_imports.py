@@ -8,7 +8,7 @@ import sys
 from importlib.metadata import packages_distributions
 from typing import Any
 
-from posttrain.core.runtime.lighter_imports import distributions_of_packages
+from posttrain.core.runtime.lighter_imports import distributions_of_packages, install
 
 LATER = ("sklearn.metrics", "scipy.optimize")
 LOAD = """
@@ -34,7 +34,6 @@ print(json.dumps({{
     "loaded": loaded,
 }}))
 """
-INSTALL = "from posttrain.core.runtime.lighter_imports import install; install(); install()"
 
 
 def loaded(first: str) -> dict[str, Any]:
@@ -50,7 +49,7 @@ def loaded(first: str) -> dict[str, Any]:
 
 
 def test_transformers_is_the_same_and_loads_neither_sklearn_nor_most_of_scipy() -> None:
-    usual, lighter = loaded(""), loaded(INSTALL)
+    usual, lighter = loaded(""), loaded("import posttrain.core")
     assert usual.pop("loaded") == list(LATER)
     assert lighter.pop("loaded") == []
     assert len(usual["names"][0]) > 3_000
@@ -63,3 +62,8 @@ def test_packages_have_the_distributions_that_python_finds() -> None:
         name: sorted(usual[name]) for name in ("torch", "transformers", "yaml", "sklearn")
     }.items()
     assert found.keys() & usual.keys() == found.keys()
+
+
+def test_it_is_installed_once() -> None:
+    install()
+    assert sum(type(finder).__module__ == install.__module__ for finder in sys.meta_path) == 1

@@ -25,6 +25,7 @@ from posttrain.core.cluster.on_ray.placement import POLL_S, no_room, placed, pla
 from posttrain.core.cluster.on_ray.watch import hold, is_gone, require_cluster
 from posttrain.core.errors import RunError
 from posttrain.core.redaction import redact_output
+from posttrain.core.runtime.collector import loading
 from posttrain.core.runtime.startup import bounded_waiting
 
 if TYPE_CHECKING:  # an actor says how many threads there may be before numpy is loaded
@@ -98,11 +99,13 @@ class RankActor:
 
     def meet(self, rank: int, size: int, host: str, port: int, peer_timeout_s: float) -> None:
         """Join the process group; returns when all ranks have."""
-        import torch
-        import torch.distributed as dist
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
+        with loading():
+            import torch
+            import torch.distributed as dist
+            from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+            build = importlib.import_module(self._worker).build
         if interface := _interface_of(ray.util.get_node_ip_address()):
             os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
         cuda = torch.cuda.is_available()
@@ -116,7 +119,6 @@ class RankActor:
             rank=rank,
             world_size=size,
         )
-        build = importlib.import_module(self._worker).build
         self._answerer = Answerer(build, rank)
 
     def answer(self, message: bytes | NDArray[np.uint8]) -> bytes | Coded:
