@@ -44,6 +44,14 @@ def running_with(token: str) -> list[int]:
     return found
 
 
+def wait_until_there(token: str, count: int = 1, seconds: float = 60.0) -> bool:
+    """Whether at least `count` run within `seconds`: one that just begins has no arguments."""
+    limit = time.monotonic() + seconds
+    while (few := len(running_with(token)) < count) and time.monotonic() < limit:
+        time.sleep(0.02)
+    return not few
+
+
 def wait_until_gone(token: str, seconds: float = 5.0) -> list[int]:
     """What still runs after at most `seconds`."""
     limit = time.monotonic() + seconds

@@ -29,6 +29,7 @@ from tests.unit.sandbox.conftest import (
     interpreter_at,
     running_with,
     wait_until_gone,
+    wait_until_there,
 )
 
 Run = Callable[..., SandboxResult]
@@ -142,10 +143,7 @@ def test_the_program_ends_with_the_process_that_asked_for_it(level: Level, token
         f"box.run(source, arguments=[{token!r}])\n"
     )
     asking = subprocess.Popen([sys.executable, "-c", code, token])
-    limit = time.monotonic() + 30
-    while len(running_with(token)) < 3 and time.monotonic() < limit:
-        time.sleep(0.02)
-    assert len(running_with(token)) >= 3
+    assert wait_until_there(token, 3)
     os.kill(asking.pid, signal.SIGKILL)
     asking.wait()
     assert wait_until_gone(token) == []

@@ -28,6 +28,7 @@ from tests.unit.sandbox.conftest import (
     interpreter_at,
     running_with,
     wait_until_gone,
+    wait_until_there,
 )
 
 REPO = Path(__file__).resolve().parents[3]
@@ -386,10 +387,7 @@ def test_a_session_ends_with_the_process_that_made_it(level: Level, token: str) 
         "asyncio.run(main())\n"
     )
     asking = subprocess.Popen([sys.executable, "-c", code, token], cwd=REPO)
-    limit = time.monotonic() + 60
-    while len(running_with(token)) < 4 and time.monotonic() < limit:
-        time.sleep(0.05)
-    assert len(running_with(token)) >= 4
+    assert wait_until_there(token, 4)
     os.kill(asking.pid, signal.SIGKILL)
     asking.wait()
     assert wait_until_gone(token) == []
@@ -403,7 +401,7 @@ def test_a_guard_that_is_killed_takes_all_with_it(
 
     async def use(session: Session) -> None:
         await session.run(f"setsid sh -c 'sleep 60; : {token}' > /dev/null 2>&1 &")
-        assert session._guard is not None and running_with(token)
+        assert session._guard is not None and wait_until_there(token)
         session._guard.kill()
         with pytest.raises(RunError, match="guard of a sandbox is gone"):
             await session.run("echo")
