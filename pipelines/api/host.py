@@ -41,14 +41,20 @@ def call(function: Callable[[], T], stop: threading.Event) -> T:
     thread = threading.Thread(target=copy_context().run, args=(run,), daemon=True, name="run")
     try:
         thread.start()
-        thread.join()
+        _wait_for(thread)
     except KeyboardInterrupt:
         stop.set()
-        thread.join()
+        _wait_for(thread)
         raise
     if errors:
         raise errors[0]
     return results[0]
+
+
+def _wait_for(thread: threading.Thread) -> None:
+    """Until it ends, in parts: a signal just before a wait begins is not noticed until its end."""
+    while thread.is_alive():
+        thread.join(0.2)
 
 
 def _runs_a_loop() -> bool:
