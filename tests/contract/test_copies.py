@@ -30,8 +30,10 @@ def ranks() -> Iterator[RankGroup]:
     group.close()
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["weights", "lora"])
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "lora",
+    [pytest.param(False, id="weights"), pytest.param(True, id="lora", marks=pytest.mark.slow)],
+)
 def test_the_gradient_is_the_plain_one(ranks: RankGroup, lora: bool) -> None:
     options = Options(lora=lora, micro_batch_size=1)
     found = ranks.call("gradient", "llama", options, check=nothing)

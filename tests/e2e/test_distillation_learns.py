@@ -12,7 +12,6 @@ from tests.helpers.learning import SEEDS, final
 pytestmark = pytest.mark.usefixtures("shared_prefect")
 
 
-@pytest.mark.slow
 def test_a_student_follows_its_teacher_without_a_reward(tmp_path: Path) -> None:
     students = {"gkd": STUDENTS["gkd"], "itself": ITSELF}
     learned = distil(tmp_path, 0, students, teacher_steps=12, steps=8)

@@ -163,7 +163,6 @@ def check_record(
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.slow
 def test_an_mlflow_that_comes_back_has_everything_exactly_once(
     server: MlflowServer, tmp_path: Path
 ) -> None:

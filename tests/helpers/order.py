@@ -11,9 +11,11 @@ LONG = (
     "tests/unit/test_tracking_outage.py",
     "tests/e2e/test_pipeline.py",
     "tests/e2e/test_prefect_outage.py",
+    "tests/e2e/test_mlflow_away.py",
     "tests/contract/test_plugins.py",
     "tests/contract/test_cluster_weights.py",
     "tests/contract/test_ranks.py",
+    "tests/e2e/test_distillation_learns.py",
     "tests/unit/test_cli_bad_input.py",
     "tests/unit/sandbox/test_escapes.py",
     "tests/e2e/test_verify.py",
@@ -63,7 +65,7 @@ LONG = (
     "tests/e2e/test_ends.py",
     "tests/contract/test_remote_code.py",
     "tests/contract/test_harnesses.py",
-    "tests/e2e/test_distillation_learns.py",
+    "tests/contract/test_copies.py",
 )
 """Files that take 10 s or more, the longest first.
 

@@ -32,7 +32,6 @@ ELSEWHERE = 'from posttrain.pipelines.run.flow import device_tags; print(device_
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.slow
 def test_a_server_of_the_run_s_own_is_asked_whether_there_is_a_limit(tmp_path: Path) -> None:
     home = prepared(tmp_path / "home")
     done = subprocess.run(
