@@ -102,6 +102,7 @@ def show(
     if not found and ".py" in name:
         found = [manager.in_file(manager.local_name(name))]
     if not found:
+        refuse_kind(name, known)
         names = sorted({entry.name for entry in known})
         raise ConfigError(
             f"no {kind or 'plugin'} named '{name}'{nearest(name, names)} (installed: {names})"
@@ -259,12 +260,21 @@ def named(
         return [manager.in_file(manager.local_name(name))]
     found = [e for e in known if name == e.name or name.replace("_", "-") == e.package]
     if not found:
+        refuse_kind(name, known)
         names = sorted({each for e in known for each in (e.name, e.package)})
         raise ConfigError(
             f"no {kind or 'plugin'} or package named '{name}'{nearest(name, names)}; a plugin in a "
             "file is FILE.py:CLASS, and `posttrain plugins list` shows the installed ones"
         )
     return found
+
+
+def refuse_kind(name: str, known: list[PluginEntry]) -> None:
+    """Raise `ConfigError` where a kind is named instead of a plugin."""
+    if any(entry.kind == name for entry in known):
+        raise ConfigError(
+            f"'{name}' is a kind of plugin: `posttrain plugins list --kind {name}` lists them"
+        )
 
 
 def show_findings(context: CommandContext, title: str, findings: Sequence[Finding]) -> None:

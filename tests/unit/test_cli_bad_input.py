@@ -164,6 +164,9 @@ def test_an_unknown_plugin_name_or_kind_is_code_2(tmp_path: Path) -> None:
     assert "did you mean 'grpo'?" in refused(tmp_path, ["plugins", "show", "grppo"], 2)
     reported = refused(tmp_path, ["plugins", "list", "--kind", "rewad"], 2)
     assert "did you mean 'reward'?" in reported
+    for command in ("show", "check"):
+        reported = refused(tmp_path, ["plugins", command, "reward"], 2)
+        assert "a kind of plugin: `posttrain plugins list --kind reward`" in reported
 
 
 def test_with_json_the_last_line_of_stdout_tells_the_error(tmp_path: Path) -> None:
