@@ -144,13 +144,8 @@ def test_the_loop_is_short_and_learns(
     assert rewards[-1] > rewards[0] + 0.3
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(path, id=path.stem, marks=[] if path.stem == "first_run" else pytest.mark.slow)
-        for path in NOTEBOOKS
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_and_shows_its_progress(
     path: Path, model: Path, prefect_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
