@@ -262,6 +262,36 @@ def test_a_run_below_an_event_loop_stops_when_it_is_asked_to() -> None:
     assert stop.is_set()
 
 
+def test_an_interrupt_that_does_not_wake_the_waiting_thread_is_noticed_too() -> None:
+    """As one that comes just before the wait: here another thread receives the signal."""
+    from posttrain.pipelines.api.host import call
+
+    stop, waiting = threading.Event(), threading.Event()
+    asked: list[bool] = []
+
+    def run() -> None:
+        waiting.set()
+        asked.append(stop.wait(20))
+
+    def interrupt() -> None:
+        waiting.wait(30)
+        time.sleep(0.3)
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
+    async def cell() -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        threading.Thread(target=interrupt, daemon=True).start()
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            call(run, stop)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(cell())
+    assert asked == [True], "the run was asked to stop; it did not end its wait"
+
+
 def test_mistakes_are_errors_with_the_sentences_of_the_command(model: Path) -> None:
     with pytest.raises(posttrain.ConfigError, match="the config: stages.sft.stepz: unknown field"):
         posttrain.validate(tiny(model, stepz=3))

@@ -80,7 +80,7 @@ def test_wilson_gives_the_published_interval() -> None:
 def test_wilson_and_the_quantiles_are_those_of_scipy(total: int, share: float) -> None:
     right = round(share * total)
     wanted = scipy.stats.binomtest(right, total).proportion_ci(0.95, method="wilson")
-    assert intervals.wilson(right, total) == pytest.approx((wanted.low, wanted.high), abs=1e-14)
+    assert intervals.wilson(right, total) == pytest.approx((wanted.low, wanted.high), abs=1e-15)
     assert intervals.t_quantile(total) == scipy.stats.t.ppf(0.975, total)
     assert intervals.normal_quantile() == scipy.stats.norm.ppf(0.975)
 
