@@ -30,31 +30,37 @@ def call(function: Callable[[], T], stop: threading.Event) -> T:
         return function()
     results: list[T] = []
     errors: list[BaseException] = []
+    ended = threading.Event()
 
     def run() -> None:
         try:
             results.append(function())
         except BaseException as error:  # an interrupt too: it is raised again below
             errors.append(error)
+        finally:
+            ended.set()
 
     # In this context, so that what is printed goes to the notebook's cell.
     thread = threading.Thread(target=copy_context().run, args=(run,), daemon=True, name="run")
     try:
         thread.start()
-        _wait_for(thread)
+        _wait_for(ended)
     except KeyboardInterrupt:
         stop.set()
-        _wait_for(thread)
+        _wait_for(ended)
         raise
     if errors:
         raise errors[0]
     return results[0]
 
 
-def _wait_for(thread: threading.Thread) -> None:
-    """Until it ends, in parts: a signal just before a wait begins is not noticed until its end."""
-    while thread.is_alive():
-        thread.join(0.2)
+def _wait_for(ended: threading.Event) -> None:
+    """Until it is set, in parts: a signal just before a wait begins is not noticed until its end.
+
+    Not by `Thread.join`: in Python 3.11 an interrupt there marks a thread that works as ended.
+    """
+    while not ended.wait(0.2):
+        pass
 
 
 def _runs_a_loop() -> bool:
