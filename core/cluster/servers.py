@@ -10,29 +10,18 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from posttrain.core.cluster.shared import SharedFiles
-from posttrain.core.errors import RunError
+from posttrain.core.runtime.http_client import Json, Reply, ask
 from posttrain.core.runtime.processes import ServerProcess, free_ports
 
-if TYPE_CHECKING:  # 0.1 s, for which commands that ask no server do not wait
+if TYPE_CHECKING:
     import aiohttp
 
-Json = dict[str, Any]  # Any: JSON
 LOOPBACK = "127.0.0.1"
-
-
-class Unreachable(RunError):
-    """A server gave no answer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """What a server answered."""
-
-    status: int
-    text: str
+CONNECT_S = 5.0
+"""For the connection to one of our own servers, of the time of a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +91,7 @@ class HttpServer:
 
     async def ask(self, path: str, body: Json | None = None, limit_s: float | None = None) -> Reply:
         """As in `Server`."""
-        return await ask_by_http(self._client, self.name, path, body, limit_s)
+        return await ask(self._client, f"{self.name}{path}", body, limit_s)
 
     async def has_ended(self) -> bool:
         """As in `Server`."""
@@ -124,48 +113,6 @@ class HttpServer:
         """As in `Server`."""
         if self.process is not None:
             await asyncio.to_thread(self.process.stop)
-
-
-async def ask_by_http(
-    client: aiohttp.ClientSession,
-    url: str,
-    path: str,
-    body: Json | None,
-    limit_s: float | None = None,
-) -> Reply:
-    """As `Server.ask`."""
-    import aiohttp
-
-    timeout = client.timeout if limit_s is None else aiohttp.ClientTimeout(limit_s)
-    method = "GET" if body is None else "POST"
-    request = client.request(
-        method, f"{url}{path}", json=body, timeout=timeout, allow_redirects=False
-    )
-    try:
-        async with request as answer:
-            return Reply(answer.status, await answer.text(errors="replace"))
-    except aiohttp.ClientError as error:
-        raise Unreachable(f"{type(error).__name__} {error}".strip()) from error
-    except TimeoutError as error:
-        raise Unreachable(f"no answer within {timeout.total:g} s") from error
-
-
-CONNECT_S = 5.0
-KEPT_S = 2.0
-"""How long a connection waits for its next request: less than servers keep it open."""
-
-
-async def make_client(timeout_s: float, connections: int) -> aiohttp.ClientSession:
-    """A client for `connections` requests at once, in the loop that uses it.
-
-    Not httpx: for each request it asks every connection whether it is still open.
-    """
-    import aiohttp
-
-    return aiohttp.ClientSession(
-        timeout=aiohttp.ClientTimeout(timeout_s, sock_connect=CONNECT_S),
-        connector=aiohttp.TCPConnector(limit=connections, keepalive_timeout=KEPT_S),
-    )
 
 
 def last_words(process: ServerProcess) -> str:

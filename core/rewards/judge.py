@@ -9,20 +9,19 @@ import math
 import os
 import random
 import re
-import ssl
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
-
-import httpx
+from typing import TYPE_CHECKING, Any
 
 from posttrain.core.errors import ResourceError, RunError
 from posttrain.core.runtime.files import write_text
+from posttrain.core.runtime.http_client import make_client
 from posttrain.core.types import ScoreStatus
+
+if TYPE_CHECKING:
+    import aiohttp
 
 
 def key_of(parts: Mapping[str, object]) -> str:
@@ -207,23 +206,18 @@ class ChatClient:
 
     def __init__(self, endpoint: Endpoint, budget: Budget, pace: Pace, concurrency: int) -> None:
         self.endpoint, self.budget, self.pace = endpoint, budget, pace
-        self.slots = asyncio.Semaphore(concurrency)
+        self.slots, self.concurrency = asyncio.Semaphore(concurrency), concurrency
         self.key = api_key(endpoint.api_key_env)
-        # Settings of a proxy are for hosts elsewhere.
-        url = urlsplit(endpoint.base_url)
-        self.http = httpx.AsyncClient(
-            verify=certificates() if url.scheme == "https" else False,  # http has none to verify
-            trust_env=url.hostname not in ("127.0.0.1", "localhost", "::1"),
-            timeout=endpoint.timeout,
-            limits=httpx.Limits(max_connections=concurrency),
-            headers={"Authorization": f"Bearer {self.key}"} if self.key else {},
-        )
 
     async def __aenter__(self) -> ChatClient:
+        endpoint = self.endpoint
+        self.http = await make_client(
+            endpoint.timeout, self.concurrency, url=endpoint.base_url, key=self.key or ""
+        )
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.http.aclose()
+        await self.http.close()
 
     async def ask(self, messages: Sequence[Message], **parameters: object) -> Reply:
         body: dict[str, object] = {"model": self.endpoint.model, "messages": list(messages)}
@@ -250,15 +244,17 @@ class ChatClient:
         return min(wait, LONGEST_WAIT)
 
     async def _attempt(self, body: Mapping[str, object]) -> Reply:
+        import aiohttp
+
         url = f"{self.endpoint.base_url.rstrip('/')}/chat/completions"
         try:
-            async with self.http.stream("POST", url, json=body) as response:
+            async with self.http.post(url, json=body, allow_redirects=False) as response:
                 content = await _read(response)
-        except httpx.TimeoutException as error:
-            raise TimeoutError from error
-        except httpx.RequestError as error:
+        except TimeoutError:  # of which aiohttp has kinds that are errors of a client too
+            raise
+        except aiohttp.ClientError as error:
             raise _TryAgain(self._safe(f"{type(error).__name__}: {error}")) from error
-        code = response.status_code
+        code = response.status
         said = self._safe(content[:200].decode("utf-8", "replace"))
         if code in (401, 403, 404):
             raise RunError(
@@ -288,12 +284,6 @@ class ChatClient:
         return text.replace(self.key, "***") if self.key else text
 
 
-@cache
-def certificates() -> ssl.SSLContext:
-    """Which servers are trusted; read once, since that takes as long as many requests."""
-    return httpx.create_ssl_context()
-
-
 def api_key(variable: str | None) -> str | None:
     """The key in the environment variable of that name; None if none is named."""
     if variable is None:
@@ -312,9 +302,9 @@ def api_key(variable: str | None) -> str | None:
     return key
 
 
-async def _read(response: httpx.Response) -> bytes:
+async def _read(response: aiohttp.ClientResponse) -> bytes:
     content = b""
-    async for chunk in response.aiter_bytes():
+    async for chunk in response.content.iter_any():
         content += chunk
         if len(content) > MAX_REPLY_BYTES:
             raise _TryAgain(f"a reply longer than {MAX_REPLY_BYTES} bytes")

@@ -18,9 +18,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from posttrain.core.cluster.servers import Json, Server, Unreachable, make_client
+from posttrain.core.cluster.servers import CONNECT_S, Server
 from posttrain.core.errors import ResourceError, RunError
 from posttrain.core.rollout.event_loop import EventLoop
+from posttrain.core.runtime.http_client import Json, Unreachable, make_client
 
 if TYPE_CHECKING:
     import aiohttp
@@ -81,7 +82,9 @@ class LoopThread(EventLoop):
 
     def __init__(self, timeout_s: float, connections: int) -> None:
         super().__init__(patience_s=math.inf, name="vllm-servers")
-        self.client: aiohttp.ClientSession = self.run(make_client(timeout_s, connections))
+        self.client: aiohttp.ClientSession = self.run(
+            make_client(timeout_s, connections, connect_s=CONNECT_S)
+        )
 
     async def _cancel_all(self) -> None:
         await super()._cancel_all()

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from posttrain.core.cluster.servers import HttpServer, Json, SentFiles, Server
+from posttrain.core.cluster.servers import HttpServer, SentFiles, Server
 from posttrain.core.contracts import EngineSetup
 from posttrain.core.errors import PosttrainError, RunError
 from posttrain.core.rollout.replicas import (
@@ -39,6 +39,7 @@ from posttrain.core.rollout.vllm_server import (
     read_scores,
     scoring_request,
 )
+from posttrain.core.runtime.http_client import Json
 
 logger = logging.getLogger(__name__)
 StartServer = Callable[[int], Awaitable[Server]]

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from posttrain.core.cluster.servers import Json, Unreachable
 from posttrain.core.contracts import EngineSetup
 from posttrain.core.errors import ResourceError, RunError
 from posttrain.core.rollout.replicas import Replica
 from posttrain.core.rollout.sampling import ENTROPY_TOKENS, top_entropy
+from posttrain.core.runtime.http_client import Json, Unreachable
 from posttrain.core.types import Completion, FinishReason, SamplingParams
 
 MODEL_NAME = "policy"

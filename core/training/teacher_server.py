@@ -6,10 +6,8 @@ import asyncio
 import json
 import os
 from collections.abc import Sequence
-from typing import Any, Protocol
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Protocol
 
-import httpx
 import torch
 from torch import Tensor
 
@@ -18,11 +16,14 @@ from posttrain.core.config.teachers import TeacherSection
 from posttrain.core.contracts import PromptGroup, SampledGroup
 from posttrain.core.errors import ResourceError, RunError
 from posttrain.core.rollout.vllm_server import read_completion, sampling_request
+from posttrain.core.runtime.http_client import Json, Unreachable, ask, make_client
 from posttrain.core.training.teacher_pass import TeacherScores
 from posttrain.core.training.updates import Check, PolicyLearner
 from posttrain.core.types import Completion, SamplingParams
 
-Json = dict[str, Any]  # Any: JSON
+if TYPE_CHECKING:
+    import aiohttp
+
 PROBE = "Two plus 3 is 5.\n\tÄpfel, 你好 🙂 def f(x):"
 TRIES = 4
 LONGEST_SAID = 200
@@ -72,13 +73,13 @@ class TeacherServer:
         asyncio.run(self._check(tokenizer.encode_text(PROBE, special=False), top_k, longest))
 
     async def _check(self, ids: Sequence[int], top_k: int, longest: int) -> None:
-        async with self._client() as client:
+        async with await self._client() as client:
             root = self.base_url.removesuffix("/v1")
             request = {"model": self.model, "prompt": PROBE, "add_special_tokens": False}
             try:
-                found = await client.post(f"{root}/tokenize", json=request)
-                theirs = found.json().get("tokens") if found.status_code == 200 else None
-            except (httpx.HTTPError, ValueError, AttributeError):
+                found = await ask(client, f"{root}/tokenize", request)
+                theirs = json.loads(found.text).get("tokens") if found.status == 200 else None
+            except (Unreachable, ValueError, AttributeError):
                 theirs = None  # not a route of every server; the next question tells
             if theirs is not None and theirs != list(ids):
                 raise ResourceError(
@@ -107,12 +108,12 @@ class TeacherServer:
                     "server, or give the teacher's folder as `model`"
                 )
 
-    async def _longest(self, client: httpx.AsyncClient) -> int | None:
+    async def _longest(self, client: aiohttp.ClientSession) -> int | None:
         """The tokens that the server takes at most, if it says so, as vLLM does."""
         try:
-            served = (await client.get(f"{self.base_url}/models")).json()["data"]
+            served = json.loads((await ask(client, f"{self.base_url}/models", None)).text)["data"]
             limits = [one["max_model_len"] for one in served if one["id"] == self.model]
-        except (httpx.HTTPError, ValueError, LookupError, TypeError):
+        except (Unreachable, ValueError, LookupError, TypeError):
             return None
         return limits[0] if limits and isinstance(limits[0], int) else None
 
@@ -131,7 +132,7 @@ class TeacherServer:
             raise ResourceError(str(error)) from error
 
     async def _once(self, request: Json) -> str:
-        async with self._client() as client:
+        async with await self._client() as client:
             return await self._post(client, request, tries=1)
 
     def sample(
@@ -155,7 +156,7 @@ class TeacherServer:
         self, prompts: Sequence[PromptGroup], params: SamplingParams, ends: Sequence[int]
     ) -> list[SampledGroup]:
         slots = asyncio.Semaphore(self._at_once)
-        async with self._client() as client:
+        async with await self._client() as client:
 
             async def answer(prompt: PromptGroup, seed: int) -> Completion:
                 request = sampling_request(
@@ -201,7 +202,7 @@ class TeacherServer:
         ids = torch.full((*shape, top_k), -1, dtype=torch.int64)
         values = torch.full((*shape, top_k), -torch.inf)
         slots = asyncio.Semaphore(self._at_once)
-        async with self._client() as client:
+        async with await self._client() as client:
 
             async def row(index: int) -> None:
                 prompt = batch.prompt_ids[index][batch.prompt_mask[index].bool()].tolist()
@@ -224,7 +225,7 @@ class TeacherServer:
         return TeacherScores(logprobs, ids, values)
 
     async def _ask(
-        self, client: httpx.AsyncClient, ids: Sequence[int], top_k: int, tries: int = TRIES
+        self, client: aiohttp.ClientSession, ids: Sequence[int], top_k: int, tries: int = TRIES
     ) -> list[Json]:
         """What the server says of each token of `ids`: candidates by id, nothing of the first."""
         request = {
@@ -236,14 +237,14 @@ class TeacherServer:
         }
         return self._read(await self._post(client, request, tries), len(ids))
 
-    async def _post(self, client: httpx.AsyncClient, request: Json, tries: int = TRIES) -> str:
+    async def _post(self, client: aiohttp.ClientSession, request: Json, tries: int = TRIES) -> str:
         """The text of the server's answer. Raises `RunError` where it gives none."""
         for attempt in range(tries):
             try:
-                reply = await client.post(f"{self.base_url}/completions", json=request)
-                said, status = reply.text, reply.status_code
-            except (httpx.HTTPError, httpx.InvalidURL) as error:
-                said, status = f"{type(error).__name__} {error}".strip(), 0
+                reply = await ask(client, f"{self.base_url}/completions", request)
+                said, status = reply.text, reply.status
+            except Unreachable as error:
+                said, status = str(error), 0
             if status == 200:
                 return said
             if status not in (0, 408, 425, 429) and status < 500:
@@ -276,14 +277,8 @@ class TeacherServer:
             ) from error
         return entries
 
-    def _client(self) -> httpx.AsyncClient:
-        local = urlsplit(self.base_url).hostname in ("127.0.0.1", "localhost", "::1")
-        return httpx.AsyncClient(
-            timeout=self._timeout_s,
-            trust_env=not local,  # settings of a proxy are for hosts elsewhere
-            limits=httpx.Limits(max_connections=self._at_once),
-            headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
-        )
+    async def _client(self) -> aiohttp.ClientSession:
+        return await make_client(self._timeout_s, self._at_once, url=self.base_url, key=self._key)
 
     @property
     def _who(self) -> str:

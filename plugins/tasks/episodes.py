@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from functools import lru_cache
 
 from pydantic import Field
 
@@ -61,6 +63,11 @@ class EpisodesTask(Task[EpisodesConfig]):
     def source(self) -> str:
         return "seeds of the stage's environment"
 
-    def _seeds(self, split: Split) -> list[int]:
-        permille = self.config.held_out_permille
-        return [n for n in range(self.config.count) if split_of(str(n), permille) == split]
+    def _seeds(self, split: Split) -> Sequence[int]:
+        return seeds_of(split, self.config.count, self.config.held_out_permille)
+
+
+@lru_cache(maxsize=4)  # 0.1 s for 100,000
+def seeds_of(split: Split, count: int, held_out_permille: int) -> tuple[int, ...]:
+    """The numbers below `count` that belong to `split`."""
+    return tuple(n for n in range(count) if split_of(str(n), held_out_permille) == split)

@@ -337,6 +337,7 @@ def test_the_plan_of_a_finished_run_has_nothing_to_compute(
     assert {row["stage"]: row["reason"] for row in plan.result["stages"] if not row["cached"]} == {}
 
 
+@pytest.mark.usefixtures("reports_to_shared_prefect")
 def test_a_changed_kl_coefficient_reruns_rl_and_what_follows_only(
     workspace: Path, first: Finished
 ) -> None:
@@ -366,6 +367,7 @@ def test_a_changed_kl_coefficient_reruns_rl_and_what_follows_only(
     }
 
 
+@pytest.mark.usefixtures("reports_to_shared_prefect")
 def test_a_damaged_artifact_is_computed_again_with_a_warning(
     workspace: Path, first: Finished
 ) -> None:

@@ -121,6 +121,7 @@ def test_mlflow_and_prefect_have_it(lab: Lab) -> None:
     assert {"even", "merged"} <= tasks
 
 
+@pytest.mark.usefixtures("reports_to_shared_prefect")
 def test_it_is_reused_until_its_source_changes(lab: Lab) -> None:
     again = lab.command("run", lab.config)
     assert {stage["status"] for stage in again.result["stages"].values()} == {"cached"}, again.text

@@ -154,27 +154,6 @@ def test_answers_come_in_order_and_the_load_is_shared_within_the_limit(loop: Loo
     assert max(most) <= 4
 
 
-def test_a_request_among_hundreds_costs_what_it_costs_among_few() -> None:
-    """Processor time of the client's thread; one that looks at every connection takes 20 times."""
-    loop = LoopThread(timeout_s=60.0, connections=300)
-
-    async def cost(replicas: list[Replica], at_once: int, count: int) -> float:
-        began = time.thread_time()
-        requests = [{"seed": index} for index in range(count)]
-        answers = await serve_all(replicas, "/v1/completions", requests, Limits(at_once, 0))
-        assert [answer["seed"] for answer in answers] == list(range(count))
-        return (time.thread_time() - began) / count
-
-    def answer(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        time.sleep(0.1)
-        return 200, {"seed": body["seed"]}
-
-    with contextlib.closing(loop), stand_ins(loop, StandIn(answer)) as replicas:
-        few = loop.run(cost(replicas, 8, 64))
-        many = loop.run(cost(replicas, 256, 512))
-    assert many < 5 * few, (few, many)
-
-
 def test_a_request_goes_to_the_server_with_the_least_in_flight() -> None:
     # None is answered before all are out, so that nothing but the load can share them out.
     all_out = threading.Barrier(40)

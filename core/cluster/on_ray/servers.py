@@ -28,18 +28,15 @@ from posttrain.core.cluster.on_ray.objects import remove_left_behind, write_file
 from posttrain.core.cluster.on_ray.placement import no_room, placed_within
 from posttrain.core.cluster.on_ray.watch import is_gone, require_cluster
 from posttrain.core.cluster.servers import (
+    CONNECT_S,
     LOOPBACK,
-    Json,
-    Reply,
     SentFiles,
-    Unreachable,
-    ask_by_http,
     last_words,
     loopback_command,
-    make_client,
 )
 from posttrain.core.cluster.shared import ServerPlaces, SharedFiles
 from posttrain.core.errors import ResourceError
+from posttrain.core.runtime.http_client import Json, Reply, Unreachable, ask, make_client
 from posttrain.core.runtime.processes import ServerProcess, free_ports
 
 T = TypeVar("T")
@@ -67,7 +64,7 @@ class ServerActor:
     async def start(self, arguments: Sequence[str], env: Mapping[str, str]) -> str:
         """Start it; returns the address of the node."""
         (port,) = free_ports(1)
-        self._client = await make_client(self._timeout_s, self._connections)
+        self._client = await make_client(self._timeout_s, self._connections, connect_s=CONNECT_S)
         self._url = f"http://{LOOPBACK}:{port}"
         # A server of its own needs nothing of the cluster, and shall not have its token.
         own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
@@ -81,7 +78,7 @@ class ServerActor:
         """Status and text of its answer; status 0, and why, where there is none."""
         assert self._client is not None
         try:
-            reply = await ask_by_http(self._client, self._url, path, body, limit_s)
+            reply = await ask(self._client, f"{self._url}{path}", body, limit_s)
         except Unreachable as error:
             return 0, str(error)
         return reply.status, reply.text

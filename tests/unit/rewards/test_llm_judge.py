@@ -94,7 +94,7 @@ def test_broken_connections_are_tried_again_and_then_given_up(server: JudgeServe
         unused.bind(("127.0.0.1", 0))
         nobody = f"http://127.0.0.1:{unused.getsockname()[1]}/v1"
         found = judged(server, "hello", base_url=nobody, max_retries=1)
-    assert "gave up after 2 attempts: ConnectError" in found.detail
+    assert "gave up after 2 attempts: ClientConnectorError: Cannot connect" in found.detail
 
 
 def test_one_bad_sample_leaves_the_others_their_scores_in_order(server: JudgeServer) -> None:
