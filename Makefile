@@ -11,6 +11,7 @@ ARGS ?=
 SEEDS ?= 0 1 2
 PRESETS ?=
 WORKERS ?= 2
+LEARNING = POSTTRAIN_LEARNING_SEEDS="$(SEEDS)" POSTTRAIN_LEARNING_PRESETS="$(PRESETS)"
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 CONSTRAINTS := -c infra/constraints.txt
 # pip would compile every module with one processor; a run needs a fifth of them, and all processors compile those.
@@ -109,8 +110,8 @@ format: dev ## format the code and apply the fixes that ruff knows
 
 # The tests of one file run in one worker. Each worker has one thread: two workers with two threads each
 # on two cores took at least four times as long. Tests that assert a time limit (`alone`) run afterwards, one by one.
-test: dev ## run all tests except the slow ones, with two workers (WORKERS=2)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow and not alone" -n $(WORKERS) --dist loadfile \
+test: dev ## run all tests except the slow ones, with two workers (WORKERS=2); and learning of PRESETS="ppo dpo" (SEEDS=0)
+	$(LEARNING) OMP_NUM_THREADS=1 $(BIN)/pytest -m "$(if $(PRESETS),(learning or not slow),not slow) and not alone" -n $(WORKERS) --dist loadfile \
 	  --no-loadscope-reorder --durations=25
 	$(BIN)/pytest -m "alone and not slow" $$(grep -rl --include='test_*.py' 'mark\.alone' tests)
 
@@ -118,8 +119,7 @@ test-slow: dev ## run the tests that take minutes each
 	$(BIN)/pytest -m slow
 
 test-learning: dev ## check that every preset learns, on three seeds (a part: SEEDS=0 PRESETS="ppo dpo")
-	POSTTRAIN_LEARNING_SEEDS="$(SEEDS)" POSTTRAIN_LEARNING_PRESETS="$(PRESETS)" \
-	  $(BIN)/pytest -m slow tests/e2e/test_presets_learn.py
+	$(LEARNING) $(BIN)/pytest -m slow tests/e2e/test_presets_learn.py
 
 $(VENV)/.installed-docs: $(VENV)/.installed-run
 	$(INSTALL) -e '.[docs]'

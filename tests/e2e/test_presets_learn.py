@@ -29,7 +29,7 @@ from tests.helpers.learning import (
     start_preferences,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.learning, pytest.mark.timeout(900)]
 
 
 Runs = dict[str, Future[Learned]]
@@ -46,7 +46,7 @@ each_seed = pytest.fixture(scope="module", params=SEEDS, ids=[f"seed{seed}" for 
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+def runs(shared_prefect: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     """Every run that the tests read, under way; the long ones first."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
         found: Runs = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 LONG = (
     "tests/contract/test_engines.py",
+    "tests/e2e/test_presets_learn.py",
     "tests/e2e/test_comparing.py",
     "tests/e2e/test_interruption.py",
     "tests/e2e/test_sweep.py",
