@@ -28,7 +28,6 @@ from posttrain.pipelines.rl.live import Live
 from posttrain.pipelines.rl.prefect_away import Body, went_away
 from posttrain.pipelines.run.flow_records import leave_results, leave_samples
 from posttrain.pipelines.run.pipeline import Pipeline
-from posttrain.pipelines.run.prefect_server import running
 from posttrain.pipelines.run.settling import first_closed
 
 RETRIES = 2
@@ -58,18 +57,18 @@ def lost_connection(error: BaseException) -> bool:
 
 
 def device_tags(device: str) -> list[str]:
-    """`posttrain-cpu` or `posttrain-cuda`, which a stage's task takes: a limit can be on it.
+    """`posttrain-cpu` or `posttrain-cuda` for a stage's task, where a limit is on that tag.
 
-    With a server of the run's own only where there is such a limit. Prefect asks its server for a
-    slot for each task with a tag; on SQLite the answer was 503 while the end of the stage before
-    was stored, and Prefect's client asks again after 2 s.
+    Only there: Prefect asks its server for a slot for each task with a tag. On SQLite the answer is
+    503 while something else is stored; Prefect's client asks again after 2 s, and fails the task
+    after five times.
     """
     tag = f"posttrain-{device}"
     with get_client(sync_client=True) as client:
         try:
             client.read_concurrency_limit_by_tag(tag)
         except ObjectNotFound:
-            return [] if running() else [tag]
+            return []
         except httpx.HTTPError as error:
             went_away(error)
             return []  # a task with a tag waits for a slot, which nobody gives out

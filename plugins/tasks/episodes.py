@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -68,6 +69,6 @@ class EpisodesTask(Task[EpisodesConfig]):
 
 
 @lru_cache(maxsize=4)  # 0.1 s for 100,000
-def seeds_of(split: Split, count: int, held_out_permille: int) -> tuple[int, ...]:
+def seeds_of(split: Split, count: int, held_out_permille: int) -> Sequence[int]:
     """The numbers below `count` that belong to `split`."""
-    return tuple(n for n in range(count) if split_of(str(n), held_out_permille) == split)
+    return array("I", (n for n in range(count) if split_of(str(n), held_out_permille) == split))

@@ -1,4 +1,4 @@
-"""The tag that a limit on stages can be on: taken where Prefect's server might have one."""
+"""The tag that a limit on stages can be on: taken where Prefect's server has one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ELSEWHERE = 'from posttrain.pipelines.run.flow import device_tags; print(device_
 
 
 @pytest.mark.timeout(300)
-def test_a_server_of_the_run_s_own_is_asked_whether_there_is_a_limit(tmp_path: Path) -> None:
+def test_the_run_s_own_server_is_asked_whether_there_is_a_limit(tmp_path: Path) -> None:
     home = prepared(tmp_path / "home")
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(home)],
@@ -43,6 +43,20 @@ def test_a_server_of_the_run_s_own_is_asked_whether_there_is_a_limit(tmp_path: P
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-3:] == ["[]", "[]", "['posttrain-cpu']"]
+
+
+def test_a_server_of_somebody_else_is_asked_too(prefect_url: str, tmp_path: Path) -> None:
+    """A task whose tag has no limit asks for a slot all the same, and fails where none is given."""
+    place = {"PREFECT_API_URL": prefect_url, "PREFECT_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", ELSEWHERE],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=environment() | place,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
 
 
 @pytest.mark.timeout(120)
