@@ -67,7 +67,7 @@ async def ask(
 ) -> Reply:
     """The answer to a POST of `body`, or to a GET without one; `limit_s` if not the usual time.
 
-    No redirect is followed. Raises `Unreachable` where there is no answer.
+    Does not follow redirects. Raises `Unreachable` if the server does not answer.
     """
     import aiohttp
 

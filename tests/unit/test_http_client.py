@@ -38,7 +38,8 @@ def server(delay: float = 0.0) -> Iterator[tuple[str, list[str | None]]]:
             keys.append(self.headers.get("Authorization"))
             time.sleep(delay)
             entries = [None, *({} for _ in body.get("prompt", [])[1:])]
-            answer = {"choices": [{**SCORE, "prompt_logprobs": entries}]}
+            choice = {**SCORE, "prompt_logprobs": entries}
+            answer = {"choices": [choice], "seed": body.get("seed")}
             if self.path.endswith("/moved"):
                 return self.reply(307, b"{}")
             return self.reply(200, json.dumps(answer).encode())
@@ -67,7 +68,7 @@ def ask_engine(url: str, at_once: int, count: int) -> None:
             replicas = [Replica(HttpServer(url, client))]
             requests = [{"seed": seed} for seed in range(count)]
             found = await serve_all(replicas, "/completions", requests, Limits(at_once, 0))
-            assert len(found) == count
+            assert [answer["seed"] for answer in found] == list(range(count))
 
     asyncio.run(all_of_them())
 
