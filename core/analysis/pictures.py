@@ -108,11 +108,22 @@ def curves(panels: Sequence[Panel], title: str = "") -> bytes:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(9, 3.2 * rows), layout="constrained")
+    # Fixed margins, in inches: a layout by the size of each text draws the figure twice.
+    width, height = 9.0, 3.2 * rows + (0.7 if title else 0.0)
+    top, bottom = (0.85, 0.85) if title else (0.5, 0.6)
+    figure = Figure(figsize=(width, height))
     if title:
-        figure.suptitle(_literal(title), fontsize=14, fontweight="bold")
-        figure.supxlabel(NOTE, fontsize=8.5, color="#555555")
+        figure.suptitle(_literal(title), y=1 - 0.15 / height, fontsize=14, fontweight="bold")
+        figure.supxlabel(NOTE, y=0.12 / height, fontsize=8.5, color="#555555")
     grid = figure.subplots(rows, 2, squeeze=False)
+    figure.subplots_adjust(
+        left=0.8 / width,
+        right=1 - 0.15 / width,
+        top=1 - top / height,
+        bottom=bottom / height,
+        wspace=0.22,
+        hspace=0.38,
+    )
     for axes in grid.flat[len(panels) :]:
         axes.set_axis_off()
     for axes, panel in zip(grid.flat, panels, strict=False):

@@ -358,9 +358,9 @@ def tiny_folder(cache: Path) -> Path:
 
 def _tiny(folder: Path) -> BaseModel:
     """A random model of characters: 89,000 parameters, the same everywhere, made offline."""
-    from posttrain.core.models.tiny import BARE_TEMPLATE, make_tiny_model, make_tiny_tokenizer
-
     if not folder.is_dir():
+        from posttrain.core.models.tiny import BARE_TEMPLATE, make_tiny_model, make_tiny_tokenizer
+
         tokenizer = make_tiny_tokenizer(chat_template=BARE_TEMPLATE)
         with whole_folder(folder) as partial:
             make_tiny_model(partial, kv_heads=2, init_std=0.05, tokenizer=tokenizer)

@@ -62,6 +62,18 @@ def loading() -> Iterator[None]:
 
 
 @contextmanager
+def loading_more() -> Iterator[None]:
+    """Around imports inside `sparing_what_is_loaded`, which then passes over them too."""
+    threshold = gc.get_threshold()
+    gc.set_threshold(*_LOADING)
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.set_threshold(*threshold)
+
+
+@contextmanager
 def sparing_what_is_loaded() -> Iterator[None]:
     """Inside, garbage collections pass over all that exists at its start, modules above all.
 

@@ -9,8 +9,11 @@ from typing import Protocol
 class Reporter(Protocol):
     """Receives progress from stages; called from the main thread or from stage threads."""
 
+    def stage_reached(self, stage: str) -> None:
+        """A stage begins to read its models and data; one that is reused does not."""
+
     def stage_started(self, stage: str, kind: str, total_steps: int) -> None:
-        """A stage begins; `total_steps` is what `step_done` counts to."""
+        """It has read them, and goes to work; `total_steps` is what `step_done` counts to."""
 
     def step_done(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
         """Step `step` (1-based) ended with these metrics."""
@@ -30,6 +33,7 @@ class Reporter(Protocol):
 class SilentReporter:
     """Reports nothing."""
 
+    def stage_reached(self, stage: str) -> None: ...
     def stage_started(self, stage: str, kind: str, total_steps: int) -> None: ...
     def step_done(self, stage: str, step: int, metrics: Mapping[str, float]) -> None: ...
     def stage_finished(

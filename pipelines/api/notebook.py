@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Self
 
-from posttrain.pipelines.run.progress import describe, duration
+from posttrain.pipelines.run.progress import READS, describe, duration
 
 EVERY_S = 0.3
 """Between two updates of the table; each is a message to the browser, and stays in the file."""
@@ -30,9 +30,8 @@ def in_notebook() -> bool:
 
 @dataclass
 class _Row:
-    kind: str
-    total: int
     began: float
+    total: int = 0
     step: int = 0
     shown: str = ""
     ended: str = ""
@@ -57,8 +56,13 @@ class NotebookReporter(AbstractContextManager["NotebookReporter"]):
     def __exit__(self, *_: object) -> None:
         self._draw(now=True)
 
+    def stage_reached(self, stage: str) -> None:
+        self._rows[stage] = _Row(time.monotonic(), shown=READS)
+        self._draw(now=True)
+
     def stage_started(self, stage: str, kind: str, total_steps: int) -> None:
-        self._rows[stage] = _Row(kind, total_steps, time.monotonic())
+        row = self._rows.setdefault(stage, _Row(time.monotonic()))
+        row.total, row.shown = total_steps, ""
         self._draw(now=True)
 
     def step_done(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
@@ -71,7 +75,7 @@ class NotebookReporter(AbstractContextManager["NotebookReporter"]):
         self, stage: str, status: str, seconds: float, metrics: Mapping[str, float]
     ) -> None:
         """How it ended, with its final metrics; the bar of a stage that is done is full."""
-        row = self._rows.setdefault(stage, _Row("", 1, time.monotonic()))
+        row = self._rows.setdefault(stage, _Row(time.monotonic(), 1))
         row.ended, row.shown = f"{status} in {duration(seconds)}", describe(metrics)
         if status not in ("failed", "killed"):
             row.step = row.total = row.total or 1

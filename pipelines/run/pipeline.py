@@ -388,6 +388,7 @@ class Pipeline:
     def _compute(self, work: StageWork, answer: Answer | None) -> StageResult:
         began = time.perf_counter()
         name, stage, files = work.name, work.stage, work.files
+        self.reporter.stage_reached(name)
         for place in (self.home, self.store.root):
             check_free_disk(place, 0.0, self.config.limits.min_free_gb, f"stage '{name}'")
         newest = files.resume_from()

@@ -43,6 +43,7 @@ SHOWN: dict[str, tuple[str, str]] = {
     "loss/total": ("loss", "{:.4f}"),
     "throughput/rollout_tokens_per_s": ("tokens/s", "{:.0f}"),
 }
+READS = "reads its inputs"
 MAX_LINES = 50
 """A stage of more steps than this prints every n-th of them in a plain log."""
 
@@ -87,6 +88,9 @@ class PlainReporter(AbstractContextManager["PlainReporter"]):
     def _line(self, text: str) -> None:
         with self._lock:
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def stage_reached(self, stage: str) -> None:
+        self._line(f"[{stage}] {READS}")
 
     def stage_started(self, stage: str, kind: str, total_steps: int) -> None:
         self._totals[stage], self._began[stage] = total_steps, time.monotonic()
@@ -163,8 +167,12 @@ class RichReporter(AbstractContextManager["RichReporter"]):
             self._tasks[stage] = self._progress.add_task(stage, total=total, stage=stage, shown="")
         return self._tasks[stage]
 
+    def stage_reached(self, stage: str) -> None:
+        self._progress.update(self._task(stage), shown=READS)
+
     def stage_started(self, stage: str, kind: str, total_steps: int) -> None:
-        self._progress.update(self._task(stage, total_steps or None), total=total_steps or None)
+        task = self._task(stage)
+        self._progress.update(task, total=total_steps or None, shown="")
 
     def step_done(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
         task = self._task(stage)
@@ -217,6 +225,10 @@ class Reporters:
 
     def __init__(self, each: Sequence[Reporter]) -> None:
         self.each = list(each)
+
+    def stage_reached(self, stage: str) -> None:
+        for one in self.each:
+            one.stage_reached(stage)
 
     def stage_started(self, stage: str, kind: str, total_steps: int) -> None:
         for one in self.each:

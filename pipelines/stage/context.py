@@ -95,7 +95,7 @@ class StageContext(StageInputs):
         return self.runtime.dtype
 
     def started(self, total_steps: int) -> None:
-        """Tell the person watching that the stage begins."""
+        """Tell the person watching that the stage has read its inputs and goes to work."""
         self.reporter.stage_started(self.name, self.stage.kind, total_steps)
 
     def progress(self, step: int) -> None:

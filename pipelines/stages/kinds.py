@@ -25,6 +25,7 @@ from posttrain.core.config.sft_stage import SftStage
 from posttrain.core.config.suites import parse_suite
 from posttrain.core.contracts import Stage, StageConfigT, StageOutput, StageRun, StageSetting
 from posttrain.core.hooks import hookimpl
+from posttrain.core.runtime.collector import loading_more
 
 _IMPORTING = threading.Lock()  # stages of two branches start in two threads
 
@@ -33,7 +34,7 @@ class BuiltIn(Stage[StageConfigT]):
     """A stage whose code is in a module of this package."""
 
     def run(self, context: StageRun) -> StageOutput:
-        with _IMPORTING:
+        with _IMPORTING, loading_more():
             module = import_module(f"posttrain.pipelines.stages.{self.name}")
         run: Callable[[StageRun], StageOutput] = getattr(module, f"run_{self.name}")
         return run(context)

@@ -41,6 +41,8 @@ class ToTheSweep:
 
     send: Send
 
+    def stage_reached(self, stage: str) -> None: ...
+
     def stage_started(self, stage: str, kind: str, total_steps: int) -> None:
         self.send("stage_started", stage=stage, total=total_steps)
 

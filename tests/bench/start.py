@@ -1,11 +1,12 @@
-"""How long `posttrain run` of a tiny config takes to reach its first stage; one line per run.
+"""How long `posttrain run` of a tiny config takes to its first stage, and to that stage's steps.
 
     python tests/bench/start.py [--rounds 3] [--lines] [--threads 2]
 
 Each round starts the command twice: in a new home, and again in that home. Wall time is from the
-start of the process to the line that its first stage has started; processor time, which others on
-the machine disturb less, is of the process and of its own Prefect server at that moment. The
-command is then killed. With `--lines` each line that it prints comes with its time.
+start of the process to the line that its first stage is reached, and to the line that the stage has
+read its model and data and starts its steps; processor time, which others on the machine disturb
+less, is of the process and of its own Prefect server at the second line. The command is then
+killed. With `--lines` each line that it prints comes with its time.
 
 A first run, which is not counted, writes the bytecode that an installation has.
 """
@@ -39,12 +40,12 @@ CONFIG = {
 }
 
 
-Times = tuple[float, float, float]
-"""Wall time, and processor time of the run and of its server."""
+Times = tuple[float, float, float, float]
+"""Wall time to the stage and to its steps, and processor time of the run and of its server."""
 
 
 def started(config: Path, home: Path, threads: int, lines: bool) -> Times:
-    """Seconds until the first stage."""
+    """Seconds until the first stage and its steps."""
     names = ("PREFECT_", "MLFLOW_", "POSTTRAIN_", "PYTHONDONTWRITEBYTECODE")
     clean = {k: v for k, v in os.environ.items() if not k.startswith(names)}
     own = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
@@ -59,12 +60,14 @@ def started(config: Path, home: Path, threads: int, lines: bool) -> Times:
         start_new_session=True,
     )
     assert process.stdout is not None
-    said = []
+    said, reached = [], 0.0
     for line in process.stdout:
         wall = time.perf_counter() - began
         said.append(line)
         if lines:
             print(f"  {wall:6.2f}  {line}", end="")
+        if "] reads its inputs" in line:
+            reached = wall
         if "] started (" in line:
             tree = [psutil.Process(process.pid)]
             tree += tree[0].children(recursive=True)
@@ -72,13 +75,16 @@ def started(config: Path, home: Path, threads: int, lines: bool) -> Times:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             psutil.wait_procs(tree[1:], timeout=10)  # they end with it
-            return wall, each[0], sum(each[1:])
+            return reached, wall, each[0], sum(each[1:])
     raise SystemExit("no stage has started:\n" + "".join(said))
 
 
 def shown(name: str, times: Sequence[float]) -> str:
-    wall, run, server = times
-    return f"{name:>8}  wall {wall:5.2f} s  processor: run {run:5.2f} s, server {server:5.2f} s"
+    stage, steps, run, server = times
+    return (
+        f"{name:>8}  stage {stage:5.2f} s, its steps {steps:5.2f} s  "
+        f"processor: run {run:5.2f} s, server {server:5.2f} s"
+    )
 
 
 def main() -> None:

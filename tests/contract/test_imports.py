@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from posttrain.core.config.sections import ModelSection
+from posttrain.core.models.source import TINY_ID, obtain
+
 REPOSITORY = Path(__file__).parents[2]
 HEAVY = ("torch", "vllm", "mlflow", "prefect", "transformers", "math_verify", "datasets", "aiohttp")
 
@@ -51,8 +54,17 @@ def test_every_plugin_is_loaded_without_what_only_runs_need() -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_reuses_every_stage_need_not_load_model_code() -> None:
+def test_a_run_that_reuses_every_stage_need_not_load_model_code(tmp_path: Path) -> None:
     assert loaded_heavy("import posttrain.pipelines.run.flow", MODEL_CODE) == []
+    section = ModelSection(source=TINY_ID)
+    obtain(section, tmp_path)
+    again = f"""
+from pathlib import Path
+from posttrain.core.config.sections import ModelSection
+from posttrain.core.models.source import obtain
+print(obtain(ModelSection(source={TINY_ID!r}), Path({str(tmp_path)!r})).digest)
+"""
+    assert loaded_heavy(again, MODEL_CODE) == []
     stage = "import posttrain.pipelines.stages.sft"  # which kinds.py imports when one is computed
     assert "transformers.modeling_utils" in loaded_heavy(stage, MODEL_CODE)
 

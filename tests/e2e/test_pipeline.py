@@ -82,6 +82,8 @@ def test_every_stage_ran_and_left_what_it_makes(first: Finished) -> None:
         model = next(a for a in stages[name]["artifacts"] if a["kind"] == "model")
         assert (Path(model["uri"]) / "model.safetensors").is_file()
         assert len(model["digest"]) == 64
+        begins = first.text.index(f"[{name}] reads its inputs")
+        assert begins < first.text.index(f"[{name}] started ({name}")
     digests = {a["digest"] for s in stages.values() for a in s["artifacts"]}
     assert len(digests) == sum(len(s["artifacts"]) for s in stages.values())
 
@@ -323,6 +325,7 @@ def test_the_same_command_again_reuses_every_stage(workspace: Path, first: Finis
     )
     assert again.code == 0, again.text
     assert {s["status"] for s in again.result["stages"].values()} == {"cached"}
+    assert "reads its inputs" not in again.text
     for name in STAGES:
         assert (
             again.result["stages"][name]["artifacts"] == first.result["stages"][name]["artifacts"]

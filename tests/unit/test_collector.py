@@ -39,10 +39,16 @@ def test_collections_spare_what_is_loaded_and_find_what_a_run_leaves() -> None:
 LOADING_AND_WORKING = """
 import gc
 usual = gc.get_threshold()
-from posttrain.core.runtime.collector import command, sparing_what_is_loaded
+from posttrain.core.runtime.collector import command, loading_more, sparing_what_is_loaded
 with command():
     print(gc.get_threshold()[0] > 10 * usual[0])
     with sparing_what_is_loaded():
+        print(gc.get_threshold() == usual)
+        spared = gc.get_freeze_count()
+        with loading_more():
+            print(gc.get_threshold()[0] > 10 * usual[0])
+            import decimal
+        print(gc.get_freeze_count() > spared + 100)
         print(gc.get_threshold() == usual)
     print(gc.get_threshold()[0] > 10 * usual[0])
 """
@@ -66,7 +72,7 @@ def run_script(script: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_command_collects_seldom_until_its_run_works() -> None:
-    assert run_script(LOADING_AND_WORKING).stdout.split() == ["True"] * 3
+    assert run_script(LOADING_AND_WORKING).stdout.split() == ["True"] * 6
 
 
 @pytest.mark.parametrize(

@@ -36,12 +36,14 @@ def test_a_duration_reads_well(seconds: float, text: str) -> None:
 
 def test_a_short_stage_prints_every_step_and_how_it_ended() -> None:
     reporter, stream = plain()
+    reporter.stage_reached("rl")
     reporter.stage_started("rl", "rl", 3)
     for step in (1, 2, 3):
         reporter.step_done("rl", step, {"reward/mean": step / 10})
     reporter.stage_finished("rl", "ran", 61.0, {"eval/greedy_accuracy": 0.5})
     lines = stream.getvalue().splitlines()
-    assert lines[0] == "[rl] started (rl, 3 steps)"
+    assert lines[:2] == ["[rl] reads its inputs", "[rl] started (rl, 3 steps)"]
+    lines = lines[1:]
     assert [line.split("  ")[0] for line in lines[1:4]] == [f"[rl] step {i}/3" for i in (1, 2, 3)]
     # One step says nothing of the pace: a stage may begin with slow work, or continue at step 20.
     assert ["left" in line for line in lines[1:4]] == [False, True, False]
@@ -67,7 +69,10 @@ def test_markup_in_a_message_is_printed_as_it_is() -> None:
 def test_the_live_display_shows_stage_metrics_and_end() -> None:
     stream = io.StringIO()
     with RichReporter(Console(file=stream, force_terminal=True, width=160)) as reporter:
+        reporter.stage_reached("rl")
+        assert [task.fields["shown"] for task in reporter._progress.tasks] == ["reads its inputs"]
         reporter.stage_started("rl", "rl", 2)
+        assert [task.fields["shown"] for task in reporter._progress.tasks] == [""]
         reporter.step_done("rl", 1, {"acc/mean": 0.25})
         reporter.step_done("rl", 2, {"acc/mean": 0.5})
         reporter.stage_finished("rl", "ran", 3.0, {"acc/mean": 0.5})

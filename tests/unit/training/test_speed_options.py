@@ -23,8 +23,18 @@ def wanted(family: str, lora: bool) -> dict[str, Tensor]:
     return plain_gradients(family, Options(lora=lora))
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["weights", "lora"])
-@pytest.mark.parametrize("family", SPEED_FAMILIES)
+CASES = [
+    pytest.param(
+        *(family, lora),
+        id=f"{family}-{'lora' if lora else 'weights'}",
+        marks=[pytest.mark.slow] if lora and family != "llama" else [],
+    )
+    for family in SPEED_FAMILIES
+    for lora in (False, True)
+]
+
+
+@pytest.mark.parametrize(("family", "lora"), CASES)
 def test_the_gradient_is_the_plain_one(family: str, lora: bool) -> None:
     for options in combinations():
         found = gradients(family, replace(options, lora=lora))
