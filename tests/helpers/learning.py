@@ -23,7 +23,8 @@ LAST_STEPS = 5  # the final reward is the mean over these
 SEEDS = tuple(int(seed) for seed in os.environ.get("POSTTRAIN_LEARNING_SEEDS", "0 1 2").split())
 CHOSEN = os.environ.get("POSTTRAIN_LEARNING_PRESETS", "").split()
 """Presets and settings to try; empty = all."""
-AT_ONCE = 2  # runs: each keeps one core busy, Prefect's server included one and a half
+AT_ONCE = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2
+"""Runs: each keeps one core busy, Prefect's server included one and a half."""
 NO_KL = {"controller": {"name": "fixed", "coef": 0.0}}
 
 
