@@ -81,8 +81,9 @@ def check_texts(
             "stage starts"
         )
     found.notes += check_teachers(config, folder, tokenizer, manager)
+    encoded: dict[str, tuple[int, ...]] = {}
     for name in resolved.order:
-        stage = _Stage(config, name, manager, task)
+        stage = _Stage(config, name, manager, task, encoded)
         try:
             if made := stage.made_by:
                 found.notes.append(
@@ -100,12 +101,14 @@ def check_texts(
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
-    """A stage of the config, with what it would read."""
+    """A stage of the config, with what it would read; several ask the same prompts."""
 
     run: RunConfig
     name: str
     manager: PluginManager
     task: Task[Any]
+    encoded: dict[str, tuple[int, ...]]
+    """Token ids of prompts without an environment, by the keys of their problems."""
 
     @property
     def stage(self) -> StageBase:
@@ -194,7 +197,11 @@ class _Stage:
         rule = LengthRule.of(self.run.model, f"{what} with their response")
         with episodes_of(self, environment, tokenizer) as episodes:
             encoder = episodes or tokenizer
-            prompts = [(problem, encoder.encode_prompt(problem)) for problem in problems]
+            known = self.encoded if episodes is None else {}
+            for problem in problems:
+                if problem.key not in known:
+                    known[problem.key] = encoder.encode_prompt(problem)
+        prompts = [(problem, known[problem.key]) for problem in problems]
         fitting_prompts(prompts, longest, rule)
         return rule
 

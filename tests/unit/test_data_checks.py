@@ -60,6 +60,23 @@ def checked(
     return check_texts(resolved, manager, built, folder)
 
 
+def test_prompts_that_several_stages_ask_are_encoded_once(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    encode = ChatTokenizer.encode_prompt
+
+    def counted(tokenizer: ChatTokenizer, problem: Problem) -> tuple[int, ...]:
+        asked.append(problem.key)
+        return encode(tokenizer, problem)
+
+    monkeypatch.setattr(ChatTokenizer, "encode_prompt", counted)
+    see = {"kind": "evaluate", "inputs": {"model": "base"}}
+    stages = {"before": see, "rl": {**RL, "steps": 40}, "after": see}
+    assert checked(tmp_path, model, stages).warnings == []
+    assert len(asked) == len(set(asked)) > 4
+
+
 @pytest.mark.parametrize(
     ("stages", "rows"),
     [
