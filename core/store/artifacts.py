@@ -34,7 +34,7 @@ from posttrain.core.types import ArtifactKind
 MANIFEST_VERSION = 1
 
 NEVER = "never computed"
-_PARTIAL = ".partial-"
+_PARTIAL, _LOCK = ".partial-", ".lock"
 
 StageStatus = Literal["ran", "cached", "resumed"]
 
@@ -111,7 +111,7 @@ def check_folder(folder: Path) -> None:
 
 
 def _lock_of(partial: Path) -> Path:
-    return partial.with_name(f"{partial.name}.lock")
+    return partial.with_name(f"{partial.name}{_LOCK}")
 
 
 class ArtifactStore:
@@ -162,13 +162,14 @@ class ArtifactStore:
         return folder
 
     def remove_partial(self) -> None:
-        """Remove private folders that killed runs left behind.
+        """Remove private folders and their locks that killed runs left behind.
 
-        Those of runs that go on, in this container or another, or on another machine that shares
-        the store, are not touched.
+        A kill can come when there is one of the two. Those of runs that go on, in this container or
+        another, or on another machine that shares the store, are not touched.
         """
-        for folder in self.root.glob(f"{_PARTIAL}*@*@*"):
-            if folder.is_dir() and is_left_behind(folder.name.partition("@")[2], _lock_of(folder)):
+        for path in self.root.glob(f"{_PARTIAL}*@*@*"):
+            folder = path.with_name(path.name.removesuffix(_LOCK))
+            if is_left_behind(folder.name.partition("@")[2], _lock_of(folder)):
                 self.discard(folder)
 
     def discard(self, partial: Path) -> None:

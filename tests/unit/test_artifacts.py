@@ -134,9 +134,16 @@ def test_only_what_dead_processes_of_this_machine_left_is_removed(tmp_path: Path
     others = [tmp_path / f".partial-rl-0@{who}" for who in ("elsewhere@1@5", elsewhere, dead)]
     for folder in others:
         folder.mkdir()
+    # Killed before the folder was made, or after it was put in place.
+    lone = [tmp_path / f".partial-sft-0@{who}.lock" for who in (dead, elsewhere, str(Owner.this()))]
+    for lock in lone:
+        lock.touch()
     store.remove_partial()
     kept = sorted(path for path in tmp_path.iterdir() if path.is_dir())
     assert kept == sorted([mine, *others[:2]])
+    assert [lock.exists() for lock in lone] == [False, True, True]
+    for lock in lone[1:]:
+        lock.unlink()
     store.discard(mine)
     assert sorted(tmp_path.iterdir()) == sorted(others[:2]), "its lock file went with it"
 
