@@ -62,14 +62,19 @@ def loading() -> Iterator[None]:
 
 
 @contextmanager
-def loading_more() -> Iterator[None]:
-    """Around imports inside `sparing_what_is_loaded`, which then passes over them too."""
+def loading_more(*, spare: bool) -> Iterator[None]:
+    """Around imports inside `sparing_what_is_loaded`: collect seldom.
+
+    With `spare` later collections pass over what they left, and over all else that exists: it is
+    for a moment without a model, whose cycles would keep its memory until the run ends.
+    """
     threshold = gc.get_threshold()
     gc.set_threshold(*_LOADING)
     try:
         yield
     finally:
-        gc.freeze()
+        if spare:
+            gc.freeze()
         gc.set_threshold(*threshold)
 
 

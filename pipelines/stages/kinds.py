@@ -6,6 +6,7 @@ computed: a run that reuses every stage does not wait for transformers.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from importlib import import_module
@@ -28,13 +29,16 @@ from posttrain.core.hooks import hookimpl
 from posttrain.core.runtime.collector import loading_more
 
 _IMPORTING = threading.Lock()  # stages of two branches start in two threads
+MODEL_CODE = "transformers.modeling_utils"
+"""The first stage that is computed loads it, with most of what stages load."""
 
 
 class BuiltIn(Stage[StageConfigT]):
     """A stage whose code is in a module of this package."""
 
     def run(self, context: StageRun) -> StageOutput:
-        with _IMPORTING, loading_more():
+        no_model_yet = MODEL_CODE not in sys.modules
+        with _IMPORTING, loading_more(spare=no_model_yet):
             module = import_module(f"posttrain.pipelines.stages.{self.name}")
         run: Callable[[StageRun], StageOutput] = getattr(module, f"run_{self.name}")
         return run(context)
