@@ -19,7 +19,7 @@ class ConfigModel(BaseModel):
     A single value stands for a list of one.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
 
     @classmethod
     def __get_pydantic_core_schema__(

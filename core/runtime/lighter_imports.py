@@ -79,6 +79,19 @@ def _loaded_later(name: str, module: ModuleType) -> Iterator[None]:
         del sys.modules[name]
 
 
+@contextmanager
+def _caller_at_once(module: ModuleType) -> Iterator[None]:
+    """Around `torch._library.utils`: its `FILE:LINE` of a caller is in the caller's frame."""
+    yield
+
+    def get_source(stacklevel: int) -> str:
+        frame = sys._getframe(stacklevel)
+        return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+    if "get_source" in vars(module):
+        vars(module)["get_source"] = get_source
+
+
 class _Later(ModuleType):
     """Has functions of a module that call those of the real one."""
 
@@ -95,6 +108,7 @@ class _Later(ModuleType):
 Around = Callable[[ModuleType], AbstractContextManager[None]]
 
 CHANGED: dict[str, Around] = {
+    "torch._library.utils": _caller_at_once,
     "transformers.utils.import_utils": _scanning_once,
     "transformers.generation.candidate_generator": partial(_loaded_later, "sklearn.metrics"),
     "transformers.loss.loss_utils": partial(_loaded_later, "scipy.optimize"),
