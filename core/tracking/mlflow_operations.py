@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 import logging
+import tempfile
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import mlflow
 from mlflow import MlflowClient
 from mlflow.entities import (
     Dataset,
@@ -22,13 +22,17 @@ from mlflow.entities import (
     InputTag,
     LoggedModelInput,
     LoggedModelOutput,
+    LoggedModelStatus,
     Param,
     RunTag,
 )
 from mlflow.exceptions import MlflowException
-from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
+from mlflow.models.model import MLMODEL_FILE_NAME
+from mlflow.models.utils import get_external_mlflow_model_spec
+from mlflow.utils.mlflow_tags import MLFLOW_MODEL_IS_EXTERNAL, MLFLOW_RUN_NOTE
 
 from posttrain.core.store.identity import flat
+from posttrain.core.store.provenance import source_tags
 from posttrain.core.tracking import mlflow_store as store
 from posttrain.core.tracking.journal import JournalRow
 from posttrain.core.tracking.mlflow_run import TracedResponse, write_trace
@@ -190,20 +194,30 @@ class Sender:
         return outputs is not None and any(o.model_id == model_id for o in outputs.model_outputs)
 
     def _new_model(self, operation: Operation) -> str:
-        """A new entry for a model's files; nothing is copied."""
-        mlflow.set_tracking_uri(self.uri)
-        made = mlflow.create_external_model(
+        """A new entry for a model's files; nothing is copied.
+
+        As `mlflow.create_external_model`, which besides looks for a notebook and a repository by
+        loading IPython and GitPython: half a second of a small run.
+        """
+        made = self.client.create_logged_model(
+            self.experiment_id,
             name=operation["name"],
             source_run_id=operation["runs"][0],
             tags={
+                **source_tags(),
                 "posttrain.uri": operation["uri"],
                 "posttrain.digest": operation["digest"],
                 store.TAG_REQUEST: operation["request"],
                 MLFLOW_RUN_NOTE: how_to_load(operation["uri"]),
+                MLFLOW_MODEL_IS_EXTERNAL: "true",
             },
             model_type="language-model",
-            experiment_id=self.experiment_id,
         )
+        with tempfile.TemporaryDirectory() as folder:
+            specification = get_external_mlflow_model_spec(made)
+            specification.save(str(Path(folder) / MLMODEL_FILE_NAME))
+            self.client.log_model_artifacts(made.model_id, folder)
+        self.client.finalize_logged_model(made.model_id, LoggedModelStatus.READY)
         return str(made.model_id)
 
     def _exists(self, model_id: str) -> bool:

@@ -258,6 +258,8 @@ def test_models_chain_the_stage_that_made_them_to_the_stage_that_read_them(uri: 
     logged = MlflowClient(tracking_uri=uri).get_logged_model(model_id)
     assert logged.source_run_id == sft.run_id and str(logged.status) == "READY"
     assert logged.tags["posttrain.digest"] == DIGEST
+    assert logged.tags["mlflow.source.name"] == "posttrain"
+    assert logged.tags["mlflow.model.isExternal"] == "true", "a server can register it"
     assert [(m.key, m.value) for m in logged.metrics or []] == [("eval/greedy_accuracy", 0.5)]
 
 

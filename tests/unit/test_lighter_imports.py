@@ -17,6 +17,8 @@ import hashlib, importlib.metadata, inspect, json, sys
 import transformers.generation.candidate_generator as generator
 import transformers.loss.loss_utils
 import transformers.models
+import torch._library.simple_registry as registry
+import torch._library.utils as library
 loaded = [name for name in {later} if name in sys.modules]
 top, models = (vars(sys.modules[name]) for name in ("transformers", "transformers.models"))
 missing = top["_object_missing_backend"].items()
@@ -30,6 +32,9 @@ print(json.dumps({{
     "source": hashlib.sha256(inspect.getsource(generator).encode()).hexdigest(),
     "loader": type(generator.__spec__.loader).__name__,
     "python's own": importlib.metadata.packages_distributions.__module__,
+    "operators": sorted((name, kernel.source) for name, entry in registry.singleton._data.items()
+                        for kernel in entry.fake_impl.kernels),
+    "callers": library.get_source.__module__,
     "left": [name for name in {later} if sys.modules[name].__spec__ is None],
     "loaded": loaded,
 }}))
@@ -52,7 +57,12 @@ def test_transformers_is_the_same_and_loads_neither_sklearn_nor_most_of_scipy() 
     usual, lighter = loaded(""), loaded("import posttrain.core")
     assert usual.pop("loaded") == list(LATER)
     assert lighter.pop("loaded") == []
+    assert (usual.pop("callers"), lighter.pop("callers")) == (
+        "torch._library.utils",
+        install.__module__,
+    )
     assert len(usual["names"][0]) > 3_000
+    assert len(usual["operators"]) > 50
     assert lighter == usual
 
 
