@@ -197,7 +197,7 @@ class Sender:
         """A new entry for a model's files; nothing is copied.
 
         As `mlflow.create_external_model`, which besides looks for a notebook and a repository by
-        loading IPython and GitPython: half a second of a small run.
+        loading IPython and GitPython.
         """
         made = self.client.create_logged_model(
             self.experiment_id,
