@@ -20,6 +20,7 @@ from mlflow.entities import (
     Dataset,
     DatasetInput,
     InputTag,
+    LoggedModel,
     LoggedModelInput,
     LoggedModelOutput,
     LoggedModelStatus,
@@ -165,7 +166,10 @@ class Sender:
 
     def _model(self, operation: Operation, again: bool) -> str:
         found = self._tagged_model(store.TAG_REQUEST, operation["request"]) if again else ""
-        model_id = found or self._new_model(operation)
+        made = self.client.get_logged_model(found) if found else self._new_model(operation)
+        if made.status != LoggedModelStatus.READY:
+            self._complete(made)
+        model_id = str(made.model_id)
         for run_id in operation["runs"]:
             if not (again and self._has_output(run_id, model_id)):
                 outputs = [LoggedModelOutput(model_id, operation["step"])]
@@ -193,13 +197,13 @@ class Sender:
         outputs = self.client.get_run(run_id).outputs
         return outputs is not None and any(o.model_id == model_id for o in outputs.model_outputs)
 
-    def _new_model(self, operation: Operation) -> str:
-        """A new entry for a model's files; nothing is copied.
+    def _new_model(self, operation: Operation) -> LoggedModel:
+        """An entry for a model's files, which `_complete` makes ready.
 
-        As `mlflow.create_external_model`, which besides looks for a notebook and a repository by
-        loading IPython and GitPython.
+        Together they are `mlflow.create_external_model`, which besides looks for a notebook and a
+        repository by loading IPython and GitPython, and makes nothing ready that was cut off.
         """
-        made = self.client.create_logged_model(
+        return self.client.create_logged_model(
             self.experiment_id,
             name=operation["name"],
             source_run_id=operation["runs"][0],
@@ -213,12 +217,14 @@ class Sender:
             },
             model_type="language-model",
         )
+
+    def _complete(self, made: LoggedModel) -> None:
+        """Give an entry the specification that a registry asks for; no weights are copied."""
         with tempfile.TemporaryDirectory() as folder:
             specification = get_external_mlflow_model_spec(made)
             specification.save(str(Path(folder) / MLMODEL_FILE_NAME))
             self.client.log_model_artifacts(made.model_id, folder)
         self.client.finalize_logged_model(made.model_id, LoggedModelStatus.READY)
-        return str(made.model_id)
 
     def _exists(self, model_id: str) -> bool:
         try:

@@ -13,6 +13,7 @@ import pytest
 
 from posttrain.core.config.sections import ModelSection
 from posttrain.core.models.source import TINY_ID, obtain
+from posttrain.core.runtime.config_model import ConfigModel
 
 REPOSITORY = Path(__file__).parents[2]
 HEAVY = ("torch", "vllm", "mlflow", "prefect", "transformers", "math_verify", "datasets", "aiohttp")
@@ -51,6 +52,16 @@ def test_every_plugin_is_loaded_without_what_only_runs_need() -> None:
     """Every command that looks at a config loads all of them."""
     code = "from posttrain.core.plugin_manager import PluginManager\nPluginManager()"
     assert loaded_heavy(code) == ["torch"]
+
+
+def test_a_config_builds_its_schema_when_it_is_first_used() -> None:
+    """Of the plugins that every command loads, it uses a few."""
+
+    class Config(ConfigModel):
+        share: float = 0.5
+
+    assert not Config.__pydantic_complete__
+    assert Config().share == 0.5 and Config.__pydantic_complete__
 
 
 @pytest.mark.slow

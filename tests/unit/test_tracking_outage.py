@@ -464,6 +464,28 @@ def test_every_operation_sent_twice_leaves_the_same(tmp_path: Path) -> None:
     assert len(client.search_logged_models([experiment])) == 2
 
 
+@pytest.mark.parametrize("kind", ["model", "known_model"])
+def test_a_model_whose_entry_was_cut_off_is_made_ready(tmp_path: Path, kind: str) -> None:
+    """Where artifacts go is a file at first: the entry is there, and what it holds is not."""
+    uri = mlflow_store.prepare_database(tmp_path)
+    client = mlflow_store.connect(uri)
+    folder = tmp_path / "artifacts"
+    experiment = client.create_experiment("demo", folder.as_uri())
+    run_id = client.create_run(experiment).info.run_id
+    model = {"op": kind, "request": "pending-" + "b" * 32, "runs": [run_id], "model_id": ""}
+    model |= {"name": "rl", "uri": "/a", "digest": "d1", "step": 0}
+    folder.write_text("")
+    with pytest.raises(OSError, match="artifacts"):
+        Sender(client, uri, experiment)(model, False)
+    (cut_off,) = client.search_logged_models([experiment])
+    assert str(cut_off.status) == "PENDING"
+    folder.unlink()
+    assert Sender(client, uri, experiment)(model, True) == cut_off.model_id
+    (made,) = client.search_logged_models([experiment])
+    assert str(made.status) == "READY"
+    assert [path.name for path in folder.rglob("MLmodel")] == ["MLmodel"]
+
+
 class Gone(BaseHTTPRequestHandler):
     """An HTTP server in front of a dead MLflow."""
 
